@@ -1,0 +1,1 @@
+"""Drafters and draft heads."""

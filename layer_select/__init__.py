@@ -1,0 +1,1 @@
+"""Layer selection: which residual-stream boundaries a draft head should read."""

@@ -1,0 +1,14 @@
+"""Errors that are the user's to mend.
+
+Owns the two exception types whose message is written for people: the command line prints it in one line,
+without a traceback. Knows nothing of how it is shown. A message says what was given, what is allowed and
+what to do next. Mistakes of the project itself are assertions, not these.
+"""
+
+
+class SpecdecError(ValueError):
+    """What was asked for cannot be done; the message says which value is wrong and what to do (exit 1)."""
+
+
+class UsageError(SpecdecError):
+    """An option or argument is wrong before any work was started (exit 2)."""
