@@ -292,7 +292,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
 ) -> list[int]:
     """Token ids of a chat: the one place where chats become ids.
 
@@ -300,6 +300,10 @@ def render_chat(
     """
     if tokenizer.chat_template is None:
         raise SpecdecError("the target's tokenizer has no chat template; pass plain prompts instead of chats")
+    for index, message in enumerate(messages):
+        # jinja renders a missing field as nothing: the turn would vanish silently.
+        if not all(isinstance(message.get(field), str) for field in ("role", "content")):
+            raise SpecdecError(f"chat message {index} ({dict(message)}) must have a string role and content")
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
