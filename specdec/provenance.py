@@ -57,7 +57,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
-    """Write a text file so that a reader, or a crash, sees the old file or the new one and nothing between."""
+    """Write a text file so that a reader, or a crash, sees the old file or the new one, nothing between."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -68,7 +68,8 @@ def write_text_atomic(path: str | Path, text: str) -> None:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+        if temporary.parent.is_dir():
+            temporary.unlink(missing_ok=True)
         raise SpecdecError(
             f"cannot write {path}: {error.strerror}; choose a folder you may write to"
         ) from error
@@ -200,7 +201,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state() -> dict[str, Any]:
-    """Revision of the checkout this code runs from, and whether it had uncommitted changes; nulls elsewhere."""
+    """Revision of the checkout this code runs from, and whether it was changed since; nulls elsewhere."""
     root = Path(__file__).resolve().parents[1]
 
     def ask(*words: str) -> str:
@@ -280,7 +281,7 @@ class RunRecord:
         defaults: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> "RunRecord":
-        """Fill in what the machine knows (command, time, versions, revision, hardware) around what is given."""
+        """Add what the machine knows (command, time, versions, revision, hardware) to what is given."""
         return cls(
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Call with (family, seed=0, **config overrides): the folder of a tiny saved model, made once a session."""
+    """Call with (family, seed=0, **config overrides): folder of a tiny saved model, made once a session."""
     root = tmp_path_factory.mktemp("tiny-models")
     made: dict[str, Path] = {}
 
@@ -160,8 +160,8 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture
-def specdec_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def specdec_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty specdec cache for one test."""
     home = tmp_path / "specdec-home"
     monkeypatch.setenv("SPECDEC_HOME", str(home))
-    yield home
+    return home
