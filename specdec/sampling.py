@@ -67,7 +67,7 @@ def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device).scatter_(-1, best, 1.0)
         return probs.masked_fill_(~peak.isfinite(), torch.nan)
     # the peak is subtracted first: a tiny temperature must not overflow
-    weights = logits.double().sub_(peak).div_(params.temperature).exp_()
+    weights = (logits.double() - peak).div_(params.temperature).exp_()
     vocab = weights.shape[-1]
     if 0 < params.top_k < vocab:
         count = torch.full_like(peak, params.top_k, dtype=torch.int64)

@@ -178,11 +178,14 @@ def _choose_sampled(
             continue
         if coins[child] < p[token] / drawn_from[token]:
             return child, p
-        p = _residual(p, drawn_from)
-        drawn_from, mass = _without(drawn_from, token)
-        if mass > 0.0:
-            drawn_from /= mass
+        p, drawn_from = _after_rejection(p, drawn_from, token)
     return None, p
+
+
+def _after_rejection(p: Law, q: Law, token: int) -> tuple[Law, Law]:
+    """Return what is left to emit, and the law of the next sibling (all zero when q is used up)."""
+    rest, mass = _without(q, token)
+    return _residual(p, q), rest / mass if mass > 0.0 else rest
 
 
 def _without(law: Law, token: int) -> tuple[Law, float]:
