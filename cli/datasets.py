@@ -1,0 +1,123 @@
+"""Prompt sets by name: the ones in the repository, or any file of the same form.
+
+Owns the names of the shipped data and the reading of prompt files. Knows nothing of chat templates or token
+ids: a prompt is the user's turns as text. Sources and licences: ``cli/data/README.md`` and
+``train/data/README.md``.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError
+
+_BENCH = Path(__file__).parent / "data"
+_TRAIN = Path(__file__).parent.parent / "train" / "data"
+
+PROMPT_SETS: dict[str, Path] = {
+    "mt_bench": _BENCH / "bench_mt_bench.jsonl",
+    "gsm8k": _BENCH / "bench_gsm8k.jsonl",
+    "humaneval": _BENCH / "bench_humaneval.jsonl",
+    "mbpp": _BENCH / "bench_mbpp.jsonl",
+    "instruct": _BENCH / "bench_instruct.jsonl",
+    "arena_hard": _BENCH / "bench_arena_hard.jsonl",
+    "dolly": _BENCH / "bench_dolly.jsonl",
+    "six_tasks": _BENCH / "bench_six_tasks.jsonl",
+    "dev": _BENCH / "dev_prompts.jsonl",
+    "train": _TRAIN / "train_prompts.jsonl",
+    "train_synthetic": _TRAIN / "train_prompts_synthetic.jsonl",
+}
+CORPORA: dict[str, Path] = {
+    "pride_and_prejudice": _TRAIN / "corpus_pride_and_prejudice.txt",
+    "voyage_of_the_beagle": _TRAIN / "corpus_voyage_of_the_beagle_part.txt",
+    "tiny_shakespeare": _TRAIN / "corpus_tiny_shakespeare_part.txt",
+    "die_verwandlung": _TRAIN / "corpus_die_verwandlung_part_de.txt",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One conversation to be answered: the user's turns, in order."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def prompt_file(name_or_path: str) -> Path:
+    """Find the prompt file for what a user typed: a shipped set's name, or a .jsonl or .txt file."""
+    return _find(name_or_path, PROMPT_SETS)
+
+
+def text_file(name_or_path: str) -> Path:
+    """Find a file of texts or prompts for calibration: a shipped corpus or set, or a file."""
+    return _find(name_or_path, {**CORPORA, **PROMPT_SETS})
+
+
+def _find(name_or_path: str, named: dict[str, Path]) -> Path:
+    if name_or_path in named:
+        return named[name_or_path]
+    path = Path(name_or_path).expanduser()
+    if path.is_file() and path.suffix in (".jsonl", ".txt"):
+        return path
+    if path.exists():
+        raise SpecdecError(
+            f"data set ({name_or_path}) must be a .jsonl or .txt file, or one of {', '.join(named)}"
+        )
+    raise SpecdecError(f"data set ({name_or_path}) is no file and no known name; known: {', '.join(named)}")
+
+
+def load_prompts(name_or_path: str) -> list[Prompt]:
+    """Read prompts in file order.
+
+    Args:
+        name_or_path: A name in PROMPT_SETS; a .jsonl with ``prompt`` (one turn) or ``turns`` in each row, ids
+            and categories optional (Spec-Bench's ``question_id`` is understood); or a .txt with one prompt a
+            line.
+
+    Raises:
+        SpecdecError: Unknown name, unreadable file, or a row that holds no prompt, with its line number.
+    """
+    path = prompt_file(name_or_path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise SpecdecError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    except OSError as error:
+        raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if path.suffix == ".txt":
+        prompts = [
+            Prompt(id=str(number), category="text", turns=(line.strip(),)) for number, line in numbered
+        ]
+    else:
+        prompts = [_parse_row(path, number, line) for number, line in numbered]
+    if not prompts:
+        raise SpecdecError(f"{path} holds no prompt")
+    seen: set[str] = set()
+    for prompt, (number, _) in zip(prompts, numbered, strict=True):
+        if prompt.id in seen:
+            raise SpecdecError(f"{path} line {number}: id ({prompt.id}) occurs twice; ids must be unique")
+        seen.add(prompt.id)
+    return prompts
+
+
+def _parse_row(path: Path, number: int, line: str) -> Prompt:
+    where = f"{path} line {number}"
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise SpecdecError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise SpecdecError(f"{where} must be a JSON object with 'prompt' or 'turns'")
+    turns = [row["prompt"]] if "prompt" in row else row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise SpecdecError(f"{where} must have 'prompt' (a string) or 'turns' (a list of strings)")
+    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise SpecdecError(f"{where}: every turn must be a string that is not empty")
+    return Prompt(
+        id=str(row.get("id", row.get("question_id", number))),
+        category=str(row.get("category", "none")),
+        turns=tuple(turns),
+    )
