@@ -81,7 +81,8 @@ def load_prompts(name_or_path: str) -> list[Prompt]:
     """
     path = prompt_file(name_or_path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines: prompts may hold U+2028 and its like, which do not end a line of a .jsonl
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise SpecdecError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
     except OSError as error:
