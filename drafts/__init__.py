@@ -1,1 +1,64 @@
-"""Drafters and draft heads."""
+"""Draft heads and drafters, and the one table from a user's spelling to a drafter.
+
+Spellings: "ngram"; a draft folder, or the name of a shipped draft; "ngram+DRAFT" for both in one tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.errors import SpecdecError
+
+if TYPE_CHECKING:
+    from specdec.drafter import Drafter, TargetView
+
+PRETRAINED = Path(__file__).resolve().parent / "pretrained"
+LOOKUP = "ngram"
+
+
+def shipped_drafts() -> list[str]:
+    """Names of the drafts that come with specdec."""
+    return sorted(path.parent.name for path in PRETRAINED.glob("*/config.json"))
+
+
+def draft_folder(name: str) -> Path:
+    """The folder of a draft: a path, or the name of a shipped draft.
+
+    Raises:
+        SpecdecError: neither a folder nor a shipped name.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if (PRETRAINED / name / "config.json").exists():
+        return PRETRAINED / name
+    known = ", ".join(shipped_drafts()) or "none"
+    raise SpecdecError(
+        f"--draft ({name}) must be {LOOKUP!r}, a draft folder, a shipped draft ({known}), or "
+        f"{LOOKUP}+ one of these"
+    )
+
+
+def load_drafter(spelling: str, target: TargetView) -> Drafter:
+    """Build the drafter a user named, for the target at hand.
+
+    Raises:
+        SpecdecError: an unknown spelling, or a draft that does not belong to this target.
+    """
+    from specdec.drafts.ngram import NgramDrafter
+    from specdec.drafts.stacked import StackedDrafter
+
+    if spelling == LOOKUP:
+        return NgramDrafter()
+    if spelling.startswith(f"{LOOKUP}+"):
+        return StackedDrafter(NgramDrafter(), _load_head(spelling.removeprefix(f"{LOOKUP}+"), target))
+    return _load_head(spelling, target)
+
+
+def _load_head(name: str, target: TargetView) -> Drafter:
+    from specdec.drafts.checkpoint import load_draft
+    from specdec.drafts.eagle3_drafter import Eagle3Drafter
+
+    folder = draft_folder(name)
+    draft = load_draft(folder, target.embed_tokens, target.head_weight, target_fingerprint=target.fingerprint)
+    return Eagle3Drafter(draft, target)

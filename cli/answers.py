@@ -1,0 +1,168 @@
+"""Answers of a target to many prompts: order, batching, resuming. The work behind `specdec regenerate`.
+
+The output file is only ever appended to, one whole line at a time; a line cut short by a crash is
+dropped at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.console import progress
+from specdec.cli.datasets import Prompt, load_prompts
+from specdec.config import EngineConfig
+from specdec.engine import Engine
+from specdec.errors import SpecdecError
+from specdec.provenance import RunRecord, sha256_file
+from specdec.sequence import SamplingParams, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPlan:
+    """What to answer and how; the fields are the options of `specdec regenerate`."""
+
+    sources: list[str]
+    target: str
+    out: Path
+    params: SamplingParams
+    max_tokens: int
+    max_prompt_tokens: int
+    total_tokens: int | None
+    limit: int | None
+    seed: int
+    order: str
+    batch_size: int
+
+
+def ordered_prompts(prompts: list[Prompt], order: str, seed: int) -> list[Prompt]:
+    """The prompts in file order, shuffled, or shuffled with categories taking turns."""
+    if order == "file":
+        return list(prompts)
+    shuffled = list(prompts)
+    random.Random(seed).shuffle(shuffled)
+    if order == "shuffled":
+        return shuffled
+    queues: dict[str, deque[Prompt]] = {}
+    for prompt in shuffled:
+        queues.setdefault(prompt.category, deque()).append(prompt)
+    turns: list[Prompt] = []
+    while queues:
+        for category in list(queues):
+            turns.append(queues[category].popleft())
+            if not queues[category]:
+                del queues[category]
+    return turns
+
+
+def finished_answers(path: Path) -> tuple[set[str], int]:
+    """Ids and answer tokens already in the file; an incomplete last line is cut off.
+
+    Raises:
+        SpecdecError: the file holds something else than answers.
+    """
+    if not path.exists():
+        return set(), 0
+    ids: set[str] = set()
+    tokens = whole = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                ids.add(record["id"])
+                tokens += len(record["response_token_ids"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise SpecdecError(
+                    f"--out ({path}) line {number} is not an answer record; choose another file"
+                ) from error
+            whole += len(line)
+    if whole < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return ids, tokens
+
+
+def write_answers(plan: AnswerPlan) -> dict[str, Any]:
+    """Answer the prompts and return a summary (counts, tokens, tokens/s)."""
+    prompts = [prompt for source in plan.sources for prompt in load_prompts(source)]
+    prompts = ordered_prompts(prompts, plan.order, plan.seed)[: plan.limit]
+    if len({prompt.id for prompt in prompts}) != len(prompts):
+        raise SpecdecError("the prompt sets share ids; give sets with distinct ids")
+    plan.out.parent.mkdir(parents=True, exist_ok=True)
+    done, tokens_before = finished_answers(plan.out)
+    engine = Engine(
+        plan.target,
+        config=EngineConfig(
+            max_num_seqs=plan.batch_size, max_model_len=plan.max_prompt_tokens + plan.max_tokens
+        ),
+    )
+    todo = deque(prompt for prompt in prompts if prompt.id not in done)
+    running: dict[int, tuple[Prompt, Sequence]] = {}
+    written = tokens = too_long = 0
+    goal = plan.total_tokens - tokens_before if plan.total_tokens is not None else None
+    started = time.perf_counter()
+    with plan.out.open("a", encoding="utf-8") as file, progress("answers", len(todo)) as bar:
+        while (todo or running) and (goal is None or tokens < goal):
+            while todo and len(running) < plan.batch_size:
+                prompt = todo.popleft()
+                messages = [{"role": "user", "content": prompt.turns[0]}]
+                token_ids = engine.encode(messages)
+                if len(token_ids) > plan.max_prompt_tokens:
+                    too_long += 1
+                    bar.advance(1)
+                    continue
+                # each answer has its own random stream: a function of the run's seed and the prompt
+                seed = random.Random(f"{plan.seed}/{prompt.id}").getrandbits(63)
+                seq = engine.add(token_ids, replace(plan.params, seed=seed))
+                running[seq.seq_id] = (prompt, seq)
+            if not running:
+                break
+            for seq in engine.step():
+                prompt, _ = running.pop(seq.seq_id)
+                file.write(json.dumps(_record(prompt, seq), ensure_ascii=False) + "\n")
+                file.flush()
+                written += 1
+                tokens += seq.num_output
+                rate = tokens / (time.perf_counter() - started)
+                bar.advance(1, f"{rate:.0f} tokens/s, {tokens_before + tokens} tokens")
+    seconds = time.perf_counter() - started
+    summary = {
+        "out": str(plan.out),
+        "answers": len(done) + written,
+        "answer_tokens": tokens_before + tokens,
+        "new_answers": written,
+        "new_answer_tokens": tokens,
+        "left_out_too_long": too_long,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(tokens / seconds, 1) if tokens else None,
+    }
+    RunRecord.collect(
+        dtype=engine.config.dtype,
+        seeds={"run": plan.seed},
+        template_hash=engine.template_hash,
+        data_hash=sha256_file(plan.out),
+        defaults={**vars(plan.params), "order": plan.order, "batch_size": plan.batch_size},
+        extra=summary,
+    ).write(plan.out.with_suffix(".run.json"))
+    return summary
+
+
+def _record(prompt: Prompt, seq: Sequence) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "category": prompt.category,
+        "messages": [
+            {"role": "user", "content": prompt.turns[0]},
+            {"role": "assistant", "content": seq.detokenizer.text},
+        ],
+        "prompt_token_ids": seq.token_ids[: seq.prompt_len],
+        "response_token_ids": seq.output_ids,
+        "finish_reason": seq.finish_reason,
+    }

@@ -1,0 +1,39 @@
+"""Two drafters in one tree: lookup where it has a match, the head beside and behind it.
+
+The lookup's chain has priority in the node budget (a match is nearly free and, where it holds, holds
+for many tokens); the head's tree fills the rest. Paths both propose are one path.
+"""
+
+from __future__ import annotations
+
+from specdec.config import SpecConfig
+from specdec.drafter import Drafter, DraftRequest
+from specdec.drafts.ngram import NgramDrafter
+from specdec.tree import DraftTree, merge_trees
+
+
+class StackedDrafter:
+    """Merges an n-gram drafter's chain with another drafter's tree under one node budget."""
+
+    def __init__(self, lookup: NgramDrafter, head: Drafter) -> None:
+        self.lookup, self.head = lookup, head
+        self.name = f"{lookup.name}+{head.name}"
+        self.boundaries = head.boundaries
+
+    def relative_cost(self, spec: SpecConfig) -> float:
+        return self.lookup.relative_cost(spec) + self.head.relative_cost(spec)
+
+    def scratch_rows(self, spec: SpecConfig) -> int:
+        return self.head.scratch_rows(spec)
+
+    def release(self, seq_id: int) -> None:
+        self.lookup.release(seq_id)
+        self.head.release(seq_id)
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        chains = self.lookup.propose(requests)
+        trees = self.head.propose(requests)
+        return [
+            merge_trees(chain, tree, request.max_nodes + 1)
+            for request, chain, tree in zip(requests, chains, trees, strict=True)
+        ]

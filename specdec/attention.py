@@ -1,0 +1,99 @@
+"""What attention needs to know of a ragged batch: the one description for prefill, decode and trees.
+
+Every sequence of a batch brings `num_queries` new rows. A query sees all `context_len` committed
+rows of its sequence, and among the sequence's `num_new` uncommitted rows those its mask allows:
+itself and its ancestors. A prompt chunk is a chain, plain decoding a tree of one node, so all
+three take one path (and stay numerically alike). Trees come from `specdec.tree`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceAttention:
+    """One sequence's share of a batch.
+
+    Attributes:
+        query_start: first row of this sequence in the batch.
+        num_queries: its rows in the batch.
+        context_len: committed rows, visible to every query (inside the window).
+        num_new: uncommitted rows stored after them (query rows included).
+        slots: slots of the context_len + num_new rows, a slice when they are consecutive.
+        mask: bool [num_queries, num_new], None when every query sees every new row.
+        query_positions: absolute positions of the queries.
+        new_positions: absolute positions of the new rows.
+    """
+
+    query_start: int
+    num_queries: int
+    context_len: int
+    num_new: int
+    slots: slice | Tensor
+    mask: Tensor | None
+    query_positions: list[int]
+    new_positions: list[int]
+    _bias: dict[int | None, Tensor | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def tail_bias(self) -> Tensor | None:
+        """Additive mask over the new rows [num_queries, num_new]; None when nothing is hidden."""
+        if None not in self._bias:
+            self._bias[None] = None if self.mask is None else _additive(self.mask)
+        return self._bias[None]
+
+    def window_bias(self, window: int) -> Tensor | None:
+        """Additive mask over all rows [num_queries, context_len + num_new] for a sliding window.
+
+        A query at position t sees positions t - window + 1 .. t. None when the window hides nothing
+        that the tail mask does not.
+        """
+        if window not in self._bias:
+            longest = max(self.query_positions)
+            if longest < window:
+                self._bias[window] = None
+            else:
+                keys = torch.cat((torch.arange(self.context_len), torch.tensor(self.new_positions)))
+                visible = torch.tensor(self.query_positions)[:, None] - keys[None, :] < window
+                if self.mask is not None:
+                    visible[:, self.context_len :] &= self.mask.cpu()
+                self._bias[window] = _additive(visible)
+        return self._bias[window]
+
+
+def _additive(visible: Tensor) -> Tensor:
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+
+
+def slot_index(slots: list[int]) -> slice | Tensor:
+    """A slice for consecutive slots (read as a view), an index tensor otherwise (gathered)."""
+    if slots[-1] - slots[0] == len(slots) - 1 and all(slots[i] + 1 == slots[i + 1] for i in range(len(slots) - 1)):
+        return slice(slots[0], slots[-1] + 1)
+    return torch.tensor(slots)
+
+
+def block_slots(block_table: list[int], block_size: int, num_rows: int) -> slice | Tensor:
+    """Index of a sequence's first `num_rows` rows, by blocks rather than row by row."""
+    blocks = block_table[: -(-num_rows // block_size)]
+    first = blocks[0]
+    if all(block == first + offset for offset, block in enumerate(blocks)):
+        return slice(first * block_size, first * block_size + num_rows)
+    starts = torch.tensor(blocks)[:, None] * block_size
+    return (starts + torch.arange(block_size)).flatten()[:num_rows]
+
+
+_causal_masks: dict[int, Tensor] = {}
+
+
+def causal_mask(length: int) -> Tensor | None:
+    """Bool [length, length] of a chain; None for one row, which sees itself."""
+    if length == 1:
+        return None
+    if length not in _causal_masks:
+        if len(_causal_masks) > 64:
+            _causal_masks.clear()
+        _causal_masks[length] = torch.ones(length, length, dtype=torch.bool).tril_()
+    return _causal_masks[length]

@@ -1,0 +1,228 @@
+"""Configuration of the runtime: the target's architecture, the engine, and speculation.
+
+Owns every default of the runtime. Reads the target's `config.json` directly, in both spellings that
+transformers has used for rotary parameters, so that serving does not depend on a transformers version.
+Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding parameters in one canonical spelling.
+
+    `params` holds what the rope type needs beyond theta (factor, low_freq_factor, ...), under the
+    names of the Hugging Face configuration.
+    """
+
+    rope_type: str
+    theta: float
+    head_dim: int
+    max_position_embeddings: int
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], *, head_dim: int) -> RopeConfig:
+        """Read theta and scaling from a Hugging Face config dict (old or transformers-5 spelling).
+
+        Raises:
+            SpecdecError: the rope type is not supported, or rotates only a part of each head.
+        """
+        merged: dict[str, Any] = dict(raw.get("rope_scaling") or {})
+        merged.update(raw.get("rope_parameters") or {})
+        theta = float(merged.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+        rope_type = str(merged.pop("rope_type", None) or merged.pop("type", None) or "default")
+        merged.pop("type", None)
+        if rope_type not in SUPPORTED_ROPE_TYPES:
+            raise SpecdecError(
+                f"rope_type ({rope_type!r}) is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+            )
+        partial = float(merged.pop("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0))
+        if partial != 1.0:
+            raise SpecdecError(f"partial_rotary_factor ({partial}) must be 1.0: partial rotation is not supported")
+        max_positions = int(raw["max_position_embeddings"])
+        original = merged.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+        if original is not None:
+            merged["original_max_position_embeddings"] = int(original)
+        return cls(
+            rope_type=rope_type, theta=theta, head_dim=head_dim, max_position_embeddings=max_positions, params=merged
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the decoder needs to know of a target, from its Hugging Face `config.json`."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.rope.max_position_embeddings
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json` for the EOS list) of a target folder.
+
+        Raises:
+            SpecdecError: a missing or unreadable config, or an architecture the runtime lacks.
+        """
+        path = Path(folder) / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise SpecdecError(f"target folder ({folder}) has no config.json; give a Hugging Face folder") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise SpecdecError(f"{path} cannot be read as JSON: {error}") from error
+        generation = Path(folder) / "generation_config.json"
+        eos = raw.get("eos_token_id")
+        if generation.exists():
+            eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+        return cls.from_dict(raw, eos=eos)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], *, eos: int | list[int] | None = None) -> ModelConfig:
+        """Build from a Hugging Face config dict; `eos` overrides the dict's own EOS ids."""
+        model_type = str(raw.get("model_type"))
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            raise SpecdecError(
+                f"model_type ({model_type!r}) cannot be served by this runtime; supported: "
+                f"{', '.join(SUPPORTED_MODEL_TYPES)}. Layer selection and training still work on it"
+            )
+        if raw.get("hidden_act", "silu") != "silu":
+            raise SpecdecError(f"hidden_act ({raw['hidden_act']!r}) must be 'silu'")
+        if raw.get("quantization_config"):
+            raise SpecdecError("a quantised target cannot be served; run `specdec pull` on it to convert its weights")
+        heads = int(raw["num_attention_heads"])
+        head_dim = int(raw.get("head_dim") or raw["hidden_size"] // heads)
+        layers = int(raw["num_hidden_layers"])
+        attention_bias = bool(raw.get("attention_bias", False))
+        ids = raw.get("eos_token_id") if eos is None else eos
+        return cls(
+            model_type=model_type,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            rope=RopeConfig.from_dict(raw, head_dim=head_dim),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=model_type == "qwen2" or (attention_bias and model_type in ("llama", "qwen3")),
+            out_bias=attention_bias and model_type in ("llama", "qwen3"),
+            mlp_bias=bool(raw.get("mlp_bias", False)) and model_type == "llama",
+            qk_norm=model_type == "qwen3",
+            sliding_windows=_sliding_windows(raw, model_type, layers),
+            eos_token_ids=() if ids is None else tuple(ids) if isinstance(ids, list) else (int(ids),),
+            bos_token_id=raw.get("bos_token_id"),
+        )
+
+
+def _sliding_windows(raw: dict[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if window is None or model_type == "llama":
+        return (None,) * layers
+    if model_type == "mistral":
+        return (int(window),) * layers
+    if not raw.get("use_sliding_window", False):
+        return (None,) * layers
+    types = raw.get("layer_types")
+    if types is None:
+        first = int(raw.get("max_window_layers", layers))
+        types = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecConfig:
+    """How a sequence speculates.
+
+    A step drafts a tree of at most `max_nodes` nodes, `max_depth` deep, keeping `top_k` children of
+    a node while growing (top_k = 1 is a chain). `adaptive` lets a sequence stop speculating while
+    its measured acceptance does not pay for the rows it verifies (see `specdec.speculation`).
+    """
+
+    max_depth: int = 4
+    top_k: int = 1
+    max_nodes: int = 4
+    adaptive: bool = True
+    ngram_max: int = 4
+    ngram_min: int = 2
+
+    def __post_init__(self) -> None:
+        _check_range("max_depth", self.max_depth, 1, 32)
+        _check_range("top_k", self.top_k, 1, 32)
+        _check_range("max_nodes", self.max_nodes, 1, 64)
+        if self.max_nodes < self.max_depth:
+            raise SpecdecError(
+                f"max_nodes ({self.max_nodes}) must be at least max_depth ({self.max_depth}); lower --max-depth"
+            )
+        _check_range("ngram_max", self.ngram_max, 1, 16)
+        _check_range("ngram_min", self.ngram_min, 1, self.ngram_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of the engine.
+
+    `kv_tokens` is the capacity of the KV pool in tokens (rounded up to blocks); None sizes it for
+    `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is
+    the budget of one step and counts tree nodes as well as prompt tokens.
+    """
+
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_batch_tokens: int = 1024
+    max_model_len: int | None = None
+    kv_tokens: int | None = None
+    kv_memory_bytes: int = 2 << 30
+    device: str = "cpu"
+    dtype: str = "float32"
+    packed_weights: bool = True
+    spec: SpecConfig = field(default_factory=SpecConfig)
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (4, 8, 16, 32, 64):
+            raise SpecdecError(f"block_size ({self.block_size}) must be one of 4, 8, 16, 32, 64")
+        _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _check_range("max_batch_tokens", self.max_batch_tokens, 16, 1 << 20)
+        if self.max_model_len is not None:
+            _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
+        if self.kv_tokens is not None:
+            _check_range("kv_tokens", self.kv_tokens, self.block_size, 1 << 32)
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise SpecdecError(f"{name} ({value!r}) must be an integer in {low}..{high}")

@@ -1,0 +1,451 @@
+"""The serving loop: schedule, propose, run, verify, commit.
+
+`Engine` owns the target, the KV pool, the scheduler and one drafter. Acceptance is exact for every
+drafter here: at each node the target's own choice is taken (the argmax, or a draw whose random
+number depends only on seed and position) and a drafted child is accepted when it is that token.
+Sampled text is therefore a function of seed and target alone, whatever was drafted, batched,
+preempted or chunked (fp32).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence as SequenceOf
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.blocks import BlockManager
+from specdec.config import EngineConfig, ModelConfig
+from specdec.detokenize import IncrementalDetokenizer
+from specdec.drafter import Drafter, DraftRequest, TargetView
+from specdec.errors import SpecdecError
+from specdec.hub import resolve_target
+from specdec.models.decoder import Decoder
+from specdec.paged_kv import PagedKVCache
+from specdec.provenance import folder_fingerprint
+from specdec.random_streams import Purpose, RandomStream
+from specdec.runner import ModelRunner, StepOutput
+from specdec.sampling import bad_rows, process_logits, sample
+from specdec.scheduler import ScheduledSequence, Scheduler
+from specdec.sequence import SamplingParams, Sequence, check_prompt
+from specdec.speculation import SpeculationController
+from specdec.stats import SpecStats
+from specdec.tree import DraftTree, chain_tree
+from specdec.verify import verify_greedy
+
+Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    prompt_token_ids: list[int]
+    seed: int
+    stats: SpecStats
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPiece:
+    """New tokens and text of request `index`; `result` comes with the last piece."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    result: GenerationResult | None = None
+
+
+@dataclass
+class StepTimes:
+    """Seconds spent per part of the loop since the engine was made."""
+
+    propose: float = 0.0
+    target: float = 0.0
+    verify: float = 0.0
+    steps: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine:
+    """Continuous-batching text generation with speculative decoding.
+
+    Args:
+        target: a Hugging Face folder, or a name that `specdec pull` knows.
+        draft: None, a drafter spelling for `specdec.drafts` ("ngram", a draft folder, or
+            "ngram+FOLDER"), or a drafter built by the caller from the engine's `TargetView`.
+        config: sizes and speculation defaults.
+
+    Raises:
+        SpecdecError: an unsupported or damaged target, a draft that does not belong to it, or a KV
+            pool too small for one sequence.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        draft: str | Path | Callable[[TargetView], Drafter] | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        folder = resolve_target(str(target))
+        self.target_folder = folder
+        self.model_config = ModelConfig.from_folder(folder)
+        limit = self.model_config.max_position_embeddings
+        self.max_model_len = self.config.max_model_len or limit
+        if self.max_model_len > limit:
+            raise SpecdecError(f"max_model_len ({self.max_model_len}) exceeds the target's context ({limit})")
+        dtype = DTYPES[self.config.dtype]
+        self.decoder = Decoder(
+            self.model_config,
+            folder,
+            max_model_len=self.max_model_len,
+            dtype=dtype,
+            device=self.config.device,
+            packed=self.config.packed_weights,
+        )
+        self.blocks = BlockManager(self._num_blocks(dtype), self.config.block_size)
+        self.tokenizer: Any = None
+        self._hf = import_module("specdec.hf")
+        if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
+            self.tokenizer = self._hf.load_tokenizer(folder)
+        self.template_hash: str | None = self._hf.template_hash(self.tokenizer) if self.tokenizer is not None else None
+        self.drafter = self._make_drafter(draft)
+        scratch = self.drafter.scratch_rows(self.config.spec) if self.drafter else 0
+        self.scheduler = Scheduler(self.config, self.blocks, scratch)
+        cache = PagedKVCache(
+            num_layers=self.model_config.num_layers,
+            num_blocks=self.blocks.num_blocks,
+            block_size=self.config.block_size,
+            num_kv_heads=self.model_config.num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            dtype=dtype,
+            device=self.config.device,
+        )
+        self.runner = ModelRunner(self.decoder, cache, self.drafter.boundaries if self.drafter else ())
+        self.times = StepTimes()
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[GenerationResult]:
+        """Generate for all prompts together; results in order.
+
+        Prompts are strings (tokenised with the tokenizer's own special tokens), token-id lists, or
+        chat message lists (rendered with the target's template).
+
+        Raises:
+            SpecdecError: a prompt that cannot be decoded; nothing is generated then.
+        """
+        sequences = self._add_all(prompts, params)
+        try:
+            while self.scheduler.has_work:
+                self.step()
+        finally:
+            self._abort(sequences)
+        return [self._result(seq) for seq in sequences]
+
+    def stream(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> Iterator[StreamPiece]:
+        """Like `generate`, in pieces as they are committed; closing the iterator aborts the rest."""
+        sequences = self._add_all(prompts, params)
+        sent = [(0, 0)] * len(sequences)
+        open_requests = set(range(len(sequences)))
+        try:
+            while open_requests:
+                self.step()
+                for index in sorted(open_requests):
+                    seq = sequences[index]
+                    tokens, characters = sent[index]
+                    text = seq.detokenizer.stable_text(finished=seq.is_finished)
+                    if not seq.is_finished and seq.num_output == tokens:
+                        continue
+                    result = self._result(seq) if seq.is_finished else None
+                    sent[index] = (seq.num_output, len(text))
+                    yield StreamPiece(
+                        index=index, token_ids=seq.output_ids[tokens:], text=text[characters:], result=result
+                    )
+                    if result is not None:
+                        open_requests.discard(index)
+        finally:
+            self._abort(sequences)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """One turn of the loop over every sequence that has room; returns those that finished."""
+        plan = self.scheduler.schedule()
+        for seq in self.scheduler.preempted:
+            self._release_draft(seq)
+        assert plan, "the scheduler found no work although sequences are waiting"
+        started = time.perf_counter()
+        trees = self._propose(plan)
+        proposed = time.perf_counter()
+        output = self.runner.run(plan, trees)
+        ran = time.perf_counter()
+        choices = self._target_choices(plan, trees, output)
+        accepted = [
+            verify_greedy(tree, tokens).accepted_nodes if tokens else []
+            for tree, tokens in zip(trees, choices, strict=True)
+        ]
+        self.runner.commit(plan, accepted)
+        for index, share in enumerate(plan):
+            self._commit(share, trees[index], choices[index], accepted[index], output, index)
+        finished = [share.seq for share in plan if share.seq.is_finished]
+        for seq in finished:
+            self.scheduler.remove(seq)
+            self._release_draft(seq)
+        self.times.propose += proposed - started
+        self.times.target += ran - proposed
+        self.times.verify += time.perf_counter() - ran
+        self.times.steps += 1
+        return finished
+
+    def audit(self) -> None:
+        """Check the KV bookkeeping: every block owned once or free."""
+        self.blocks.audit([seq.block_table for seq in [*self.scheduler.running, *self.scheduler.waiting]])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any of its three forms."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise SpecdecError(f"target ({self.target_folder}) has no tokenizer; pass token ids")
+            return list(self.tokenizer(prompt)["input_ids"])
+        items = list(prompt)
+        if items and isinstance(items[0], dict):
+            if self.tokenizer is None:
+                raise SpecdecError(f"target ({self.target_folder}) has no tokenizer; pass token ids")
+            return list(self._hf.render_chat(self.tokenizer, items, add_generation_prompt=True))
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise SpecdecError("prompt must be a string, a list of token ids, or a list of chat messages")
+        return [int(item) for item in items]  # type: ignore[call-overload]
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """Queue one request; `step` works on it."""
+        token_ids = self.encode(prompt)
+        check_prompt(token_ids, self.model_config.vocab_size, self.max_model_len)
+        max_len = self.max_model_len
+        if params.max_tokens is not None:
+            max_len = min(max_len, len(token_ids) + params.max_tokens)
+        pool_rows = self.blocks.num_blocks * self.blocks.block_size
+        if params.max_tokens is None:
+            max_len = min(max_len, pool_rows)
+        if max_len > pool_rows or len(token_ids) >= pool_rows:
+            raise SpecdecError(
+                f"a request of {max_len} tokens does not fit the KV pool of {pool_rows} tokens; "
+                "raise kv_tokens or lower max_tokens"
+            )
+        if params.stop and self.tokenizer is None:
+            raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
+        spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= set(self.model_config.eos_token_ids)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        cost = self.drafter.relative_cost(spec) if self.drafter and spec else 0.0
+        seq = Sequence(
+            seq_id=self._next_id,
+            prompt_len=len(token_ids),
+            token_ids=token_ids,
+            params=params,
+            spec=spec,
+            stream=RandomStream(seed),
+            max_len=max_len,
+            stop_ids=frozenset(stop_ids),
+            detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids[-8:], params.stop),
+            controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
+        )
+        self._next_id += 1
+        self.scheduler.add(seq)
+        return seq
+
+    def _add_all(
+        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
+    ) -> list[Sequence]:
+        if isinstance(prompts, str):
+            raise SpecdecError("prompts must be a list; wrap a single prompt in [...]")
+        if params is None or isinstance(params, SamplingParams):
+            each: list[SamplingParams] = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise SpecdecError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one each")
+        added: list[Sequence] = []
+        try:
+            for prompt, chosen in zip(prompts, each, strict=True):
+                added.append(self.add(prompt, chosen))
+        except SpecdecError:
+            self._abort(added)
+            raise
+        return added
+
+    def _propose(self, plan: list[ScheduledSequence]) -> list[DraftTree]:
+        trees = [chain_tree(share.seq.token_ids[-1], []) for share in plan]
+        if self.drafter is None:
+            return trees
+        requests: list[DraftRequest] = []
+        where: list[int] = []
+        for index, share in enumerate(plan):
+            spec = share.seq.spec
+            if spec is None or share.max_nodes == 0 or share.is_prefill:
+                continue
+            depth = min(spec.max_depth, share.seq.remaining_tokens() - 1)
+            requests.append(
+                DraftRequest(seq=share.seq, max_nodes=share.max_nodes, max_depth=depth, top_k=spec.top_k)
+            )
+            where.append(index)
+        if requests:
+            for index, tree in zip(where, self.drafter.propose(requests), strict=True):
+                trees[index] = tree
+        return trees
+
+    def _target_choices(
+        self, plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
+    ) -> list[list[int]]:
+        """The target's own next token after every node; [] for a chunk that stops short of the root.
+
+        A row of NaN logits ends its own sequence with an error and no other.
+        """
+        if not output.logits.shape[0]:
+            return [[] for _ in plan]
+        argmax: list[int] = output.logits.argmax(dim=-1).tolist()
+        bad: list[bool] = bad_rows(output.logits).tolist()
+        choices: list[list[int]] = []
+        for share, tree, start in zip(plan, trees, output.logits_start, strict=True):
+            seq = share.seq
+            if start < 0:
+                choices.append([])
+            elif any(bad[start : start + tree.num_nodes]):
+                seq.finish("error", "the target produced NaN logits for this request")
+                choices.append([])
+            elif seq.params.greedy:
+                choices.append(argmax[start : start + tree.num_nodes])
+            else:
+                choices.append(_sampled_choices(seq, tree, output.logits[start : start + tree.num_nodes]))
+        return choices
+
+    def _commit(
+        self,
+        share: ScheduledSequence,
+        tree: DraftTree,
+        choices: list[int],
+        accepted: list[int],
+        output: StepOutput,
+        index: int,
+    ) -> None:
+        seq = share.seq
+        row = output.row_start[index]
+        root_row = row + share.num_rows - 1
+        if self.drafter is not None and output.taps is not None and seq.spec is not None:
+            rows = list(range(row, root_row + 1)) + [root_row + node for node in accepted]
+            seq.pending_states.append(output.taps[rows])
+        was_prefill = share.is_prefill
+        seq.num_computed += share.num_rows + len(accepted)
+        if not choices:
+            return
+        last = accepted[-1] if accepted else 0
+        new_tokens = tree.tokens_of(accepted) + [choices[last]]
+        committed = 0
+        for token in new_tokens:
+            seq.token_ids.append(token)
+            committed += 1
+            # a stop wins over the length limit when both fall on the same token
+            if seq.detokenizer.push(token) or token in seq.stop_ids:
+                seq.finish("stop")
+                break
+            if seq.remaining_tokens() <= 0:
+                seq.finish("length")
+                break
+        if seq.is_finished:
+            seq.detokenizer.flush()
+        if not was_prefill:
+            seq.stats.record_step(
+                drafted_per_depth=tree.drafted_per_depth,
+                drafted=tree.num_drafted,
+                accepted=len(accepted),
+                committed=committed,
+            )
+            seq.controller.record(tree.num_drafted, committed)
+
+    def _make_drafter(self, draft: str | Path | Callable[[TargetView], Drafter] | None) -> Drafter | None:
+        if draft is None:
+            return None
+        view = TargetView(
+            config=self.model_config,
+            embed_tokens=self.decoder.embed_tokens,
+            head_weight=self.decoder.head_weight,
+            fingerprint=folder_fingerprint(self.target_folder),
+            template_hash=self.template_hash,
+            num_blocks=self.blocks.num_blocks,
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            dtype=self.decoder.dtype,
+            device=self.config.device,
+            packed=self.config.packed_weights,
+        )
+        if callable(draft):
+            return draft(view)
+        # the one place where the runtime reaches up: a drafter named by the user is built by name,
+        # so that `Engine(target, draft="...")` works without wiring
+        drafter: Drafter = import_module("specdec.drafts").load_drafter(str(draft), view)
+        return drafter
+
+    def _num_blocks(self, dtype: torch.dtype) -> int:
+        config, model, size = self.config, self.model_config, self.config.block_size
+        row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+        tokens = config.kv_tokens
+        if tokens is None:
+            wanted = config.max_num_seqs * (self.max_model_len + 64)
+            tokens = min(wanted, config.kv_memory_bytes // row_bytes)
+        blocks = -(-tokens // size)
+        if blocks < 2:
+            raise SpecdecError(f"kv_tokens ({tokens}) must hold at least two blocks of {size}; raise kv_memory_bytes")
+        return blocks
+
+    def _release_draft(self, seq: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.release(seq.seq_id)
+
+    def _abort(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            if not seq.is_finished:
+                seq.finish("abort")
+                self.scheduler.remove(seq)
+                self._release_draft(seq)
+
+    @staticmethod
+    def _result(seq: Sequence) -> GenerationResult:
+        return GenerationResult(
+            token_ids=seq.output_ids,
+            text=seq.detokenizer.text,
+            finish_reason=seq.finish_reason or "abort",
+            prompt_token_ids=seq.token_ids[: seq.prompt_len],
+            seed=seq.stream.seed,
+            stats=seq.stats,
+            error=seq.error,
+        )
+
+
+def _sampled_choices(seq: Sequence, tree: DraftTree, logits: Tensor) -> list[int]:
+    """A draw from the target at every node, each with the random number of its own position."""
+    probs = process_logits(logits, seq.params)
+    root_position = len(seq.token_ids) - 1
+    return [
+        sample(probs[node], seq.stream.uniform(root_position + depth, Purpose.BONUS)[0])
+        for node, depth in enumerate(tree.depths)
+    ]
+

@@ -1,0 +1,1 @@
+"""The runtime's own decoder: layers, rotary embedding, weight loading."""

@@ -1,0 +1,182 @@
+"""One config-driven decoder for Llama, Mistral, Qwen2 and Qwen3 targets over paged KV.
+
+Owns the weights and the forward pass of a ragged batch; knows nothing of sequences, trees or
+sampling. Captures taps (boundary b: the residual stream after b layers) on the way.
+Shapes: T rows of the batch (all sequences' new tokens, one after the other).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.attention import SequenceAttention
+from specdec.config import ModelConfig
+from specdec.kernels import paged_attention, store_kv
+from specdec.models.layers import Linear, fits_fp16, packing_available, rms_norm
+from specdec.models.rope import RotaryEmbedding, apply_rope
+from specdec.models.weights import WeightReader, stacked, stacked_bias
+from specdec.paged_kv import PagedKVCache
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Input of one forward pass.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], absolute rotary positions.
+        longest: one more than the largest position.
+        slots: int64 [rows to store]; padding rows come last and have none.
+        attention: one entry per sequence, in row order.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    longest: int
+    slots: Tensor
+    attention: list[SequenceAttention]
+
+
+class DecoderLayer:
+    """Attention and MLP of one layer, projections fused."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, index: int, make: LinearFactory) -> None:
+        self.config = config
+        prefix = f"model.layers.{index}."
+        hidden, dim = config.hidden_size, config.head_dim
+        rows = [config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim]
+        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
+        mlp = [f"{prefix}mlp.{part}_proj" for part in ("gate", "up")]
+        inner = config.intermediate_size
+        self.qkv = make(
+            stacked(reader, [f"{name}.weight" for name in qkv], rows, hidden),
+            stacked_bias(reader, [f"{name}.bias" for name in qkv], rows) if config.qkv_bias else None,
+        )
+        out = f"{prefix}self_attn.o_proj"
+        self.out = make(
+            reader.get(f"{out}.weight", (hidden, rows[0])),
+            reader.get(f"{out}.bias", (hidden,)) if config.out_bias else None,
+        )
+        self.gate_up = make(
+            stacked(reader, [f"{name}.weight" for name in mlp], [inner, inner], hidden),
+            stacked_bias(reader, [f"{name}.bias" for name in mlp], [inner, inner]) if config.mlp_bias else None,
+        )
+        down = f"{prefix}mlp.down_proj"
+        self.down = make(
+            reader.get(f"{down}.weight", (hidden, inner)),
+            reader.get(f"{down}.bias", (hidden,)) if config.mlp_bias else None,
+        )
+        self.input_norm = make.vector(reader.get(f"{prefix}input_layernorm.weight", (hidden,)))
+        self.post_norm = make.vector(reader.get(f"{prefix}post_attention_layernorm.weight", (hidden,)))
+        self.window = config.sliding_windows[index]
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = make.vector(reader.get(f"{prefix}self_attn.q_norm.weight", (dim,)))
+            self.k_norm = make.vector(reader.get(f"{prefix}self_attn.k_norm.weight", (dim,)))
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """x [T, hidden] -> the residual stream after this layer [T, hidden]."""
+        config = self.config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = x.shape[0]
+        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_norm_eps)).view(rows, heads + 2 * kv_heads, dim)
+        rotating = qkv[:, : heads + kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            query = rms_norm(qkv[:, :heads], self.q_norm, config.rms_norm_eps)
+            key = rms_norm(qkv[:, heads : heads + kv_heads], self.k_norm, config.rms_norm_eps)
+            rotating = torch.cat((query, key), dim=1)
+        rotated = apply_rope(rotating, cos, sin)
+        store_kv(rotated[:, heads:], qkv[:, heads + kv_heads :], key_cache, value_cache, batch.slots)
+        attended = paged_attention(rotated[:, :heads], key_cache, value_cache, batch.attention, window=self.window)
+        x = x + self.out(attended)
+        gate, up = self.gate_up(rms_norm(x, self.post_norm, config.rms_norm_eps)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class LinearFactory:
+    """Chooses each matrix's storage: packed fp16 where exact and available, else the compute dtype."""
+
+    def __init__(self, dtype: torch.dtype, device: str, *, packed: bool) -> None:
+        self.dtype, self.device = dtype, device
+        self.packed = packed and device == "cpu" and dtype == torch.float32 and packing_available()
+        self.num_packed = self.num_plain = 0
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        packed = self.packed and fits_fp16(weight)
+        self.num_packed += packed
+        self.num_plain += not packed
+        if packed:
+            return Linear(weight, bias, packed=True)
+        return Linear(self.vector(weight), None if bias is None else self.vector(bias), packed=False)
+
+    def vector(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype)
+
+
+class Decoder:
+    """A target's weights and forward pass.
+
+    Raises:
+        SpecdecError: weights missing, truncated or of the wrong shape.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: str | Path,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        packed: bool = True,
+    ) -> None:
+        self.config = config
+        self.dtype, self.device = dtype, device
+        reader = WeightReader(folder)
+        make = LinearFactory(dtype, device, packed=packed)
+        embed = reader.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        # kept as stored (a lookup widens the few rows it reads); an fp16 table halves the memory
+        self.embed_tokens = embed.to(device) if embed.dtype == torch.float16 else make.vector(embed)
+        self.layers = [DecoderLayer(config, reader, index, make) for index in range(config.num_layers)]
+        self.final_norm = make.vector(reader.get("model.norm.weight", (config.hidden_size,)))
+        head = embed if config.tie_word_embeddings else reader.get("lm_head.weight", tuple(embed.shape))
+        self.head_weight = head
+        self.head = make(head, None)
+        self.num_packed, self.num_plain = make.num_packed, make.num_plain
+        self.rope = RotaryEmbedding(config.rope, max_positions=max_model_len, device=device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token embeddings [T, hidden] in the compute dtype."""
+        return self.embed_tokens[token_ids].to(self.dtype)
+
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache, boundaries: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Run the layers.
+
+        Returns:
+            The residual stream after the last layer [T, hidden] (not normed), and the taps
+            [T, boundaries, hidden] in the order of `boundaries` (None without any).
+        """
+        cos, sin = self.rope.cos_sin(batch.positions, batch.longest)
+        cos, sin = cos.to(self.dtype), sin.to(self.dtype)
+        x = self.embed(batch.token_ids)
+        taps = x.new_empty(x.shape[0], len(boundaries), x.shape[1]) if boundaries else None
+        where = {boundary: column for column, boundary in enumerate(boundaries)}
+        for index, layer in enumerate(self.layers):
+            if taps is not None and index in where:
+                taps[:, where[index]] = x
+            key_cache, value_cache = cache.layer(index)
+            x = layer(x, cos, sin, key_cache, value_cache, batch)
+        if taps is not None and len(self.layers) in where:
+            taps[:, where[len(self.layers)]] = x
+        return x, taps
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output head: hidden [rows, hidden] -> fp32 [rows, vocab]."""
+        return self.head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()

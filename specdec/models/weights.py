@@ -1,0 +1,68 @@
+"""Reading a target's safetensors into named tensors, with errors that name file and tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specdec.errors import SpecdecError
+
+
+class WeightReader:
+    """Tensors of a Hugging Face folder by name, read on demand from one file or an indexed set.
+
+    Raises:
+        SpecdecError: no safetensors in the folder, a truncated file, or a missing tensor.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        single = self.folder / "model.safetensors"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [self.folder / name for name in names]
+        elif single.exists():
+            files = [single]
+        else:
+            raise SpecdecError(f"target folder ({folder}) has no model.safetensors; run `specdec pull` on the model")
+        self._where: dict[str, Path] = {}
+        for file in files:
+            for name in self._open(file).keys():
+                self._where[name] = file
+
+    def _open(self, file: Path):  # type: ignore[no-untyped-def]  # safetensors ships no types
+        try:
+            return safe_open(file, framework="pt")
+        except FileNotFoundError as error:
+            raise SpecdecError(f"{file} is named by the index but missing") from error
+        except (SafetensorError, OSError) as error:
+            raise SpecdecError(f"{file} is not a readable safetensors file: {error}") from error
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, which must have `shape`."""
+        if name not in self._where:
+            raise SpecdecError(f"target folder ({self.folder}) lacks the tensor {name!r}")
+        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise SpecdecError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, the config says {shape} ({self.folder})"
+            )
+        return tensor
+
+
+def stacked(reader: WeightReader, names: list[str], rows: list[int], columns: int) -> Tensor:
+    """The weights `names` one above the other: [sum(rows), columns]."""
+    return torch.cat([reader.get(name, (count, columns)) for name, count in zip(names, rows, strict=True)])
+
+
+def stacked_bias(reader: WeightReader, names: list[str], rows: list[int]) -> Tensor:
+    """The biases `names` one after the other: [sum(rows)]."""
+    return torch.cat([reader.get(name, (count,)) for name, count in zip(names, rows, strict=True)])
