@@ -13,7 +13,8 @@ target's law. Sources: token rejection: 2211.17192, 2302.01318; recursive reject
 2402.14160, Sequoia 2402.12374, EAGLE-2 2406.16858; deterministic children: the same with q one-hot.
 
 Numbers: ACCEPT number i belongs to node i; one RESIDUAL or one BONUS number ends the step; all at the
-position of the step's root, so no number decides twice.
+position of the step's root, so no number decides twice. `verify_coupled` alone draws a BONUS number per
+level, at the position of the token it follows: the number plain decoding draws there.
 """
 
 from __future__ import annotations
@@ -114,6 +115,35 @@ def verify_rejection(
         position: absolute position of the tree's root.
     """
     return _walk(tree, tree.draft_probs, target_probs, stream, position)
+
+
+def verify_coupled(
+    tree: DraftTree, target_probs: ProbRows, stream: UniformSource, position: int
+) -> VerifyResult:
+    """Draw the target's own token after each node and follow it while it was drafted.
+
+    The number of a draw depends on the absolute position of its token alone, so the text is what plain
+    decoding draws with the same seed, whatever was drafted. A child y is accepted with probability p(y), as
+    by `verify_deterministic`. Exact for every tree whose making did not use BONUS numbers.
+
+    Args:
+        tree: the proposals; `draft_probs` is not looked at.
+        target_probs: law after each node.
+        stream: the request's random numbers.
+        position: absolute position of the tree's root.
+    """
+    accepted: list[int] = []
+    node = 0
+    while True:
+        (u,) = stream.uniform(position + len(accepted), Purpose.BONUS)
+        token = sample(target_probs[node], u)
+        children = tree.children[node]
+        child = next((child for child in children if tree.token_ids[child] == token), None)
+        if child is None:
+            next_kind: NextKind = "recovered" if children else "bonus"
+            return VerifyResult(accepted_nodes=accepted, next_token_id=token, next_kind=next_kind)
+        accepted.append(child)
+        node = child
 
 
 def _walk(
@@ -259,6 +289,13 @@ RULES: dict[str, Rule] = {
         uses_draft_probs=False,
         emitted_law=_law_of_target,
         verify=verify_deterministic,
+    ),
+    "coupled": Rule(
+        name="coupled",
+        kind="lossless",
+        uses_draft_probs=False,
+        emitted_law=_law_of_target,
+        verify=verify_coupled,
     ),
     "rejection": Rule(
         name="rejection",

@@ -186,7 +186,7 @@ DETERMINISTIC_TREES = {
 
 @pytest.mark.parametrize("kind", ["plain", "zeros", "ties", "disjoint", "near one-hot"])
 @pytest.mark.parametrize("name", DETERMINISTIC_TREES)
-@pytest.mark.parametrize("rule", ["deterministic", "rejection"])
+@pytest.mark.parametrize("rule", ["deterministic", "rejection", "coupled"])
 def test_deterministic_children_emit_the_target_law(rule: str, name: str, kind: str) -> None:
     """Rule 2.2 on trees, duplicates included; a tree without draft laws verifies alike under both rules."""
     target, _ = toy_models(kind, 4)
@@ -209,7 +209,8 @@ def test_merged_trees_emit_the_target_law(lookup_first: bool, max_nodes: int) ->
     assert law_error(make_tree, RULES["rejection"], target, vocab) < LAW_TOLERANCE
 
 
-def test_deterministic_rule_is_exact_for_sampled_trees_too() -> None:
+@pytest.mark.parametrize("rule", ["deterministic", "coupled"])
+def test_rules_that_ignore_draft_laws_are_exact_for_sampled_trees_too(rule: str) -> None:
     """What lets a merged or re-ranked tree drop its draft laws."""
     target, draft = toy_models("plain", 4)
 
@@ -217,7 +218,7 @@ def test_deterministic_rule_is_exact_for_sampled_trees_too() -> None:
         drawn = draw_without_replacement(draft(()), 3, stream, POSITION, 0)
         return tree_from_paths(0, [[token] for token in sorted(drawn, key=lambda t: -draft(())[t])[:2]])
 
-    assert law_error(best_two_of_three, RULES["deterministic"], target, 4) < LAW_TOLERANCE
+    assert law_error(best_two_of_three, RULES[rule], target, 4) < LAW_TOLERANCE
 
 
 class OneCoin:

@@ -15,8 +15,8 @@ from specdec import verify
 from specdec.random_streams import Purpose, RandomStream
 from specdec.sampling import draw_without_replacement, process_logits, sample
 from specdec.sequence import SamplingParams
-from specdec.tree import DraftTree, chain_tree, tree_from_paths
-from specdec.verify import verify_deterministic, verify_greedy, verify_rejection
+from specdec.tree import DraftTree, chain_tree, path_to, tree_from_paths
+from specdec.verify import verify_coupled, verify_deterministic, verify_greedy, verify_rejection
 
 POSITION = 11
 LARGEST_COIN = 1 - 2.0**-24
@@ -33,9 +33,15 @@ def total_variation(counts: Law, law: Law) -> float:
     return float(np.abs(counts / counts.sum() - law).sum() / 2)
 
 
-def test_toy4_by_drawing() -> None:
-    """B41, real generator: 200,000 steps within 0.005 of p, acceptance 0.600, residual all on id 0."""
-    num_draws = 200_000
+# the published size is the slow one; the small one has the same bound and teeth (the law itself is enumerated)
+num_draws_param = pytest.mark.parametrize(
+    "num_draws", [40_000, pytest.param(200_000, marks=pytest.mark.slow)]
+)
+
+
+@num_draws_param
+def test_toy4_by_drawing(num_draws: int) -> None:
+    """B41, real generator: within 0.005 of p, acceptance 0.600, residual all on id 0."""
     stream = RandomStream(1)
     p, q = torch.tensor(TOY_P)[None].repeat(2, 1), torch.tensor(TOY_Q)[None].repeat(2, 1)
     trees = [chain_tree(0, [token], draft_probs=q) for token in range(4)]
@@ -54,9 +60,9 @@ def test_toy4_by_drawing() -> None:
     assert recovered == {0}
 
 
-def test_toytree_by_drawing() -> None:
+@num_draws_param
+def test_toytree_by_drawing(num_draws: int) -> None:
     """B46: deterministic children [1, 0], acceptance 0.800, output still p."""
-    num_draws = 100_000
     stream = RandomStream(2)
     tree = tree_from_paths(0, [[1], [0]])
     p = torch.tensor(TOY_P)[None].repeat(3, 1)
@@ -180,3 +186,35 @@ def test_a_tree_without_drafts_draws_what_plain_sampling_draws() -> None:
         result = verify_rejection(DraftTree(token_ids=[0], parents=[-1]), p, stream, position)
         assert result.next_token_id == sample(p[0], stream.uniform(position, Purpose.BONUS)[0])
         assert result.next_kind == "bonus"
+
+
+def test_coupled_text_depends_on_the_seed_and_the_target_alone() -> None:
+    """Whatever is drafted, the tokens are those of plain decoding with the same seed."""
+
+    def target(context: list[int]) -> Law:
+        return np.random.default_rng(context[-3:]).dirichlet(np.full(5, 0.5))
+
+    def decode(seed: int, num_tokens: int, drafts: np.random.Generator | None) -> tuple[list[int], int]:
+        tokens, num_accepted, stream = [0, 0, 0], 0, RandomStream(seed)
+        while len(tokens) < num_tokens:
+            paths = [] if drafts is None else drafts.integers(0, 5, (drafts.integers(1, 6), 3)).tolist()
+            tree = tree_from_paths(tokens[-1], paths)
+            rows = torch.tensor(
+                np.array(
+                    [
+                        target(tokens + tree.tokens_of(path_to(tree.parents, n)[1:]))
+                        for n in range(tree.num_nodes)
+                    ]
+                )
+            )
+            result = verify_coupled(tree, rows, stream, len(tokens) - 1)
+            num_accepted += len(result.accepted_nodes)
+            tokens += [*tree.tokens_of(result.accepted_nodes), result.next_token_id]
+        return tokens[:num_tokens], num_accepted
+
+    plain, _ = decode(seed=4, num_tokens=80, drafts=None)
+    for draft_seed in range(5):
+        text, num_accepted = decode(seed=4, num_tokens=80, drafts=np.random.default_rng(draft_seed))
+        assert text == plain
+        assert num_accepted > 10, "the drafts must matter"
+    assert decode(seed=5, num_tokens=80, drafts=None)[0] != plain
