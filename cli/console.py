@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 # seconds between plain progress lines: a log stays readable, and a stuck run is still noticed
 LINE_INTERVAL_S = 5.0
@@ -118,14 +119,15 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
         columns: Headings.
         rows: One sequence of cells for each row, as long as ``columns``.
     """
-    table = Table(title=title, title_justify="left")
+    # Text, not str: rich would read [words] in brackets as markup and drop them
+    table = Table(title=Text(title), title_justify="left")
     for index, heading in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | None) for row in rows)
-        table.add_column(heading, justify="right" if numeric else "left")
+        table.add_column(Text(heading), justify="right" if numeric else "left")
     for row in rows:
         assert len(row) == len(columns), "a table row must have one cell for each column"
-        table.add_row(*(format_cell(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table, markup=False)
+        table.add_row(*(Text(format_cell(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
 
 
 def emit_json(obj: dict[str, Any]) -> None:

@@ -159,9 +159,36 @@ def _fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def _session_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("specdec-home")
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_our_own(
+    request: pytest.FixtureRequest, _session_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep tests out of the user's cache; only the real model is read from there."""
+    if request.node.get_closest_marker("real_model") is None:
+        monkeypatch.setenv("SPECDEC_HOME", str(_session_home))
+
+
 @pytest.fixture
 def specdec_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty specdec cache for one test."""
     home = tmp_path / "specdec-home"
     monkeypatch.setenv("SPECDEC_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def smollm2(request: pytest.FixtureRequest) -> Path:
+    """Folder of the real SmolLM2-135M, which `make test` has pulled; for tests marked real_model."""
+    from specdec.errors import SpecdecError
+    from specdec.hub import resolve_target
+
+    assert request.node.get_closest_marker("real_model"), "mark tests of the real model as real_model"
+    try:
+        return resolve_target("smollm2-135m")
+    except SpecdecError as error:
+        pytest.skip(str(error))

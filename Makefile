@@ -1,0 +1,54 @@
+# One virtual environment, three rings of packages: what the demo needs, the test tools, the style tools.
+# PIP_ARGS reaches pip, for instance PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu".
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+PINS := pyproject.toml constraints.txt
+
+.PHONY: demo test check style test-gpu bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/specdec demo
+
+test: $(VENV)/.test
+	$(BIN)/specdec pull smollm2-135m
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p specdec
+	$(BIN)/codespell
+
+style: $(VENV)/.check
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# on a machine with a card, in the environment that is active there: its torch is not replaced
+test-gpu:
+	python -m pytest -m gpu
+
+bench: $(VENV)/.demo
+	$(BIN)/specdec bench smollm2-135m --data mt_bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/.base: $(PINS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) --no-build-isolation --editable ".[test]"
+	touch $@
+
+$(VENV)/.check: $(VENV)/.demo
+	$(PIP) --no-build-isolation --editable ".[check,test]"
+	touch $@
