@@ -42,10 +42,16 @@ def paged_attention(
     for seq in batch:
         m, end = seq.num_queries, seq.query_start + seq.num_queries
         keys, values = key_cache[:, seq.slots], value_cache[:, seq.slots]
+        bias = seq.window_bias(window) if window is not None else None
+        if m == 1 and bias is None and seq.mask is None:
+            # plain decoding: the queries of a KV head already lie side by side, so nothing is copied
+            one = scaled[seq.query_start].view(kv_heads, group, dim)
+            weights = torch.softmax(torch.bmm(one, keys.transpose(1, 2)), dim=-1)
+            torch.bmm(weights, values, out=output[seq.query_start].view(kv_heads, group, dim))
+            continue
         # queries of one KV head become rows of one matrix: [kv, m * g, d]
         packed = scaled[seq.query_start : end].view(m, kv_heads, group, dim).transpose(0, 1)
         scores = torch.bmm(packed.reshape(kv_heads, m * group, dim), keys.transpose(1, 2))
-        bias = seq.window_bias(window) if window is not None else None
         if bias is not None:
             scores.view(kv_heads, m, group, -1).add_(bias[:, None, :])
         elif (tail := seq.tail_bias()) is not None:
