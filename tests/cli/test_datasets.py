@@ -89,7 +89,7 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, message:
 
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9\n")
+    path.write_bytes(b"\xe9t\xe9\n")
     with pytest.raises(SpecdecError, match="not UTF-8"):
         load_prompts(str(path))
 

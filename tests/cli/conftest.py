@@ -1,0 +1,81 @@
+"""A tiny GGUF file, made with the gguf package's own writer from a tiny model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+
+def write_gguf(path: Path, folder: Path) -> Path:
+    """Write a tiny Llama as GGUF: matrices as Q8_0, its byte-level tokenizer, a chat template."""
+    import gguf
+
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = {
+        **tokenizer["model"]["vocab"],
+        **{item["content"]: item["id"] for item in tokenizer["added_tokens"]},
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocab, key=lambda token: vocab[token]))
+    writer.add_token_types(
+        [3 if token.startswith("<|") else 1 for token in sorted(vocab, key=lambda t: vocab[t])]
+    )
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(vocab["<|eot|>"])
+    writer.add_chat_template("{{ bos_token }}{{ messages[0]['content'] }}")
+    names = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    parts = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for layer in range(config["num_hidden_layers"]):
+        for theirs, ours in parts.items():
+            names[f"model.layers.{layer}.{theirs}.weight"] = f"blk.{layer}.{ours}.weight"
+    for name, tensor in tensors.items():
+        data = tensor.float().numpy()
+        if data.ndim > 1:
+            quantised = gguf.quantize(np.ascontiguousarray(data), gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(names[name], quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(names[name], data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path, tiny_model_factory: Callable[..., Path]) -> Path:
+    """A whole tiny GGUF; every row length is a multiple of Q8_0's block of 32."""
+    folder = tiny_model_factory(
+        "llama", head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
+    )
+    return write_gguf(tmp_path / "tiny.gguf", folder)

@@ -1,0 +1,75 @@
+"""Every option of every command, frozen: adding, renaming or dropping one is a conscious edit here."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from specdec.cli.main import app
+
+OPTIONS: dict[str, str] = {
+    "pull": "target --name --source --cache-dir",
+    "select-layers": (
+        "target --num-layers --data --tokens --lambda --estimator --min-gap --allowed --out --picture "
+        "--dtype --device --seed"
+    ),
+    "regenerate": (
+        "prompts --target --out --max-tokens --max-prompt-tokens --total-tokens --limit --temperature --top-p "
+        "--seed --order --batch-size"
+    ),
+}
+# modules that cost seconds, or that only a running command needs
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "huggingface_hub", "rich")
+
+
+def _commands() -> dict[str, str]:
+    group = typer.main.get_command(app)
+    found = {}
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        words = [max(param.opts, key=len) for param in command.params]
+        found[name] = " ".join(word for word in words if word != "--help")
+    return found
+
+
+def test_the_commands_are_these() -> None:
+    assert list(_commands()) == list(OPTIONS)
+
+
+@pytest.mark.parametrize("name", _commands())
+def test_the_options_are_these(name: str) -> None:
+    assert _commands()[name] == OPTIONS[name]
+
+
+@pytest.mark.parametrize("name", ["", *_commands()])
+def test_help_imports_nothing_heavy(name: str) -> None:
+    """Catches a torch import at the top of a command file, which makes every --help wait for seconds."""
+    code = (
+        "import sys; from specdec.cli.main import main; code = main(sys.argv[1:]); "
+        f"print('heavy:', *[name for name in {HEAVY} if name in sys.modules]); sys.exit(code)"
+    )
+    words = [name, "--help"] if name else ["--help"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy:"
+    assert "Usage: specdec" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", _commands())
+def test_every_option_says_what_it_is_for(name: str) -> None:
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert command.help
+    assert all(param.help for param in command.params if param.name != "help")
+
+
+def test_the_package_itself_imports_no_torch() -> None:
+    code = "import sys, specdec; assert 'torch' not in sys.modules; print(specdec.__version__, *dir(specdec))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Engine" in done.stdout
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import specdec
+
+    with pytest.raises(AttributeError, match="SamplingParams"):
+        _ = specdec.Engin
