@@ -40,7 +40,6 @@ from specdec import __version__
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.select_layers import select_layers
-from specdec.cli.regenerate import regenerate
 from specdec.errors import SpecdecError, UsageError
 
 app = typer.Typer(
@@ -57,7 +56,6 @@ _WRONG_USAGE: tuple[type[BaseException], ...] = typer.BadParameter.__bases__
 _COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "select-layers": select_layers,
-    "regenerate": regenerate,
     "regenerate": regenerate,
 }
 for _name, _function in _COMMANDS.items():

@@ -15,8 +15,8 @@ OPTIONS: dict[str, str] = {
         "--dtype --device --seed"
     ),
     "regenerate": (
-        "prompts --target --out --max-tokens --max-prompt-tokens --total-tokens --limit --temperature --top-p "
-        "--seed --order --batch-size"
+        "prompts --target --out --max-tokens --max-prompt-tokens --total-tokens --limit --temperature "
+        "--top-p --seed --order --batch-size"
     ),
 }
 # modules that cost seconds, or that only a running command needs
