@@ -1,0 +1,94 @@
+"""Training checkpoints: everything a run needs to go on as if it had never stopped.
+
+Owns their layout, their atomic writing, their retention and which of them a resumed run takes. A checkpoint is
+one file written under another name and renamed, so a kill at any moment leaves the last complete one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecdecError
+
+FOLDER = "checkpoints"
+PATTERN = re.compile(r"step-(\d{8})\.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """State of a run after `step` optimiser steps.
+
+    `contract` names what the run was started with (options, data, taps, target); resuming under another one is
+    refused. The data position is (epoch, batch) of the next batch; random numbers are functions of (seed,
+    step), the generator state is kept beside them for whatever a library draws.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    total_steps: int
+    slots_seen: int
+    seconds: float
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    rng: Tensor
+    contract: Mapping[str, Any]
+
+
+def save_state(folder: Path, state: TrainState, *, keep: int) -> Path:
+    """Write a checkpoint atomically and delete all but the last `keep`."""
+    place = folder / FOLDER
+    path = place / f"step-{state.step:08d}.pt"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        scratch = place / f".{path.name}.partial"
+        with open(scratch, "wb") as file:
+            torch.save(vars(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+        for old in _paths(folder)[:-keep]:
+            old.unlink()
+    except OSError as error:
+        raise SpecdecError(f"checkpoint ({path}) cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def latest_state(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder, None when there is none."""
+    paths = _paths(folder)
+    return paths[-1] if paths else None
+
+
+def load_state(path: Path, contract: Mapping[str, Any]) -> TrainState:
+    """Read a checkpoint and refuse one of a differently configured run, naming the first difference."""
+    try:
+        raw = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise SpecdecError(
+            f"checkpoint ({path}) cannot be read: {error}; delete it to resume from the one before"
+        ) from error
+    state = TrainState(**raw)
+    for key in sorted(set(state.contract) | set(contract)):
+        old, new = state.contract.get(key), contract.get(key)
+        if old != new:
+            raise SpecdecError(
+                f"{key} ({new}) differs from the run being resumed ({old}); use the same value, another --out, or "
+                "--no-resume"
+            )
+    return state
+
+
+def _paths(folder: Path) -> list[Path]:
+    place = folder / FOLDER
+    if not place.is_dir():
+        return []
+    return sorted(path for path in place.iterdir() if PATTERN.fullmatch(path.name))

@@ -1,0 +1,122 @@
+"""Options of draft-head training.
+
+Owns every default of training. Knows nothing of tensors, files or the command line, which reads its defaults
+from here. Values come from `EAGLE-3` (arXiv:2503.01840) where that paper gives them; others say why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specdec.errors import SpecdecError
+
+LossKind = Literal["kl", "lk", "lk-mix"]
+LOSS_KINDS: tuple[LossKind, ...] = ("kl", "lk", "lk-mix")
+Init = Literal["random", "last-layer"]
+INITS: tuple[Init, ...] = ("random", "last-layer")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+STORAGE_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a head is built and trained.
+
+    A *row* is a position of a sequence that starts a drafted chain; a *slot* is one unroll step of a row.
+    `batch_rows` counts rows of one optimiser step; small batches learn faster per token at this scale.
+    """
+
+    # the head
+    draft_vocab_size: int = 16384
+    intermediate_size: int | None = None
+    num_kv_heads: int | None = None
+    lm_head: Literal["own", "target_rows"] = "target_rows"
+    fc_norm: bool = True
+    norm_output: bool = True
+    init: Init = "last-layer"
+    self_attending: bool = True
+    # the objective; 0.8 is EAGLE-3's weight per step, 4 steps serve chains of about that length
+    unroll: int = 4
+    step_weight: float = 0.8
+    loss: LossKind = "kl"
+    prompt_rows: bool = True
+    prompt_row_weight: float = 1.0
+    depth_sampling: bool = False
+    # the loop
+    epochs: float = 4.0
+    steps: int | None = None
+    max_hours: float | None = None
+    batch_rows: int = 1024
+    micro_batch_rows: int = 4096
+    learning_rate: float = 1e-3
+    min_lr_ratio: float = 0.02
+    warmup_ratio: float = 0.03
+    weight_decay: float = 0.01
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    seed: int = 0
+    compute_dtype: str = "bfloat16"
+    save_dtype: str = "float16"
+    # the data
+    max_length: int = 2048
+    eval_fraction: float = 0.02
+    eval_sequences: int = 48
+    eval_depth: int = 4
+    target_dtype: str = "float32"
+    # rows of the [rows, draft vocabulary] blocks of the loss: 256 x 16,384 floats stay in a 32 MB cache
+    loss_chunk_rows: int = 256
+    # upkeep
+    log_every: int = 10
+    save_every: int = 200
+    eval_every: int = 500
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for name in (
+            "unroll",
+            "batch_rows",
+            "micro_batch_rows",
+            "max_length",
+            "loss_chunk_rows",
+            "log_every",
+        ):
+            self._whole(name, 1)
+        for name in ("save_every", "eval_every", "keep_checkpoints", "eval_depth", "draft_vocab_size"):
+            self._whole(name, 1)
+        for name in ("steps", "intermediate_size", "num_kv_heads"):
+            if getattr(self, name) is not None:
+                self._whole(name, 1)
+        self._whole("eval_sequences", 0)
+        self._between("learning_rate", 0.0, 1.0)
+        self._between("step_weight", 0.0, 1.0)
+        self._between("warmup_ratio", -1e-9, 0.9)
+        self._between("eval_fraction", -1e-9, 0.5)
+        self._between("prompt_row_weight", 0.0, 10.0)
+        self._between("epochs", 0.0, 1e4)
+        if self.max_hours is not None:
+            self._between("max_hours", 0.0, 1e4)
+        self._one_of("loss", LOSS_KINDS)
+        self._one_of("init", INITS)
+        self._one_of("compute_dtype", COMPUTE_DTYPES)
+        self._one_of("save_dtype", STORAGE_DTYPES)
+        self._one_of("target_dtype", ("float32", "bfloat16", "float16"))
+        self._one_of("lm_head", ("own", "target_rows"))
+        if self.unroll > 16:
+            raise SpecdecError(
+                f"unroll ({self.unroll}) must be at most 16; chains longer than that are not drafted"
+            )
+
+    def _whole(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < low:
+            raise SpecdecError(f"{name} ({value}) must be a whole number of at least {low}")
+
+    def _between(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or not low < value <= high:
+            raise SpecdecError(f"{name} ({value}) must be above {max(low, 0.0)} and at most {high}")
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise SpecdecError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}")

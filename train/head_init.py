@@ -1,0 +1,137 @@
+"""How a new head starts: its shape from the target, its weights random or from the target's last layer.
+
+Owns both. Knows nothing of data or the loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.config import RopeConfig
+from specdec.drafts.config import Eagle3Config
+from specdec.drafts.eagle3 import Eagle3Head
+from specdec.drafts.vocab import DraftVocab
+from specdec.errors import SpecdecError
+from specdec.hf import decoder_layers, final_norm, num_decoder_layers, output_head
+from specdec.train.config import TrainConfig
+
+RANDOM_STD = 0.02
+
+
+def head_config(
+    model: Any, boundaries: tuple[int, ...], vocab: DraftVocab, config: TrainConfig
+) -> Eagle3Config:
+    """Shape of a head for a Hugging Face target; rotary parameters are the target's, every one of them."""
+    raw = model.config.get_text_config(decoder=True).to_dict()
+    heads = int(raw["num_attention_heads"])
+    hidden = int(raw["hidden_size"])
+    head_dim = int(raw.get("head_dim") or hidden // heads)
+    return Eagle3Config(
+        hidden_size=hidden,
+        intermediate_size=config.intermediate_size or int(raw["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=config.num_kv_heads or int(raw.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
+        rope=RopeConfig.from_dict(raw, head_dim=head_dim),
+        vocab_size=output_head(model).weight.shape[0],
+        draft_vocab_size=len(vocab),
+        boundaries=boundaries,
+        target_hidden_size=hidden,
+        target_num_layers=num_decoder_layers(model),
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        lm_head=config.lm_head,
+    )
+
+
+def build_head(
+    model: Any, boundaries: tuple[int, ...], vocab: DraftVocab, config: TrainConfig, tap_rms: Tensor
+) -> Eagle3Head:
+    """A fp32 head ready to train.
+
+    Args:
+        model: Hugging Face target.
+        boundaries: taps.
+        vocab: tokens the head can say.
+        config: training options (seed, init, norms).
+        tap_rms: root-mean-square [taps] of the target's states, to restore the scale that `fc_norm` removes.
+    """
+    shape = head_config(model, boundaries, vocab, config)
+    weight = output_head(model).weight.detach().float().cpu()
+    embed = model.get_input_embeddings().weight.detach().cpu()
+    head = Eagle3Head(shape, vocab, embed, weight).float()
+    _random(head, config.seed)
+    if config.init == "last-layer":
+        _from_last_layer(head, model, tap_rms)
+    if config.self_attending:
+        _self_attending(head)
+    return head
+
+
+def _random(head: Eagle3Head, seed: int) -> None:
+    """Small normal weights, output projections smaller; norms stay at one, an own output head at the target's."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.dim() == 2 and not name.startswith("lm_head"):
+                parameter.normal_(0.0, RANDOM_STD, generator=generator)
+
+
+def _linear(parent: nn.Module, name: str) -> Tensor:
+    found = dict(parent.named_modules()).get(name)
+    if not isinstance(found, nn.Linear):
+        raise SpecdecError(
+            f"--init (last-layer) needs a Llama-shaped target: its last layer has no linear {name}; use --init random"
+        )
+    return found.weight.detach().float().cpu()
+
+
+def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
+    """Copy the target's last decoder layer; the feature starts as the deepest tap at its own scale."""
+    layer = decoder_layers(model)[-1]
+    config, hidden = head.config, head.config.hidden_size
+    draft = head.midlayer
+    attention = {name: _linear(layer, f"self_attn.{name}_proj") for name in ("q", "k", "v", "o")}
+    blocks = {name: _linear(layer, f"mlp.{name}_proj") for name in ("gate", "up", "down")}
+    with torch.no_grad():
+        draft.self_attn.o_proj.weight.copy_(attention["o"])
+        draft.self_attn.q_proj.weight[:, hidden:].copy_(attention["q"])
+        for name, target in (("k", draft.self_attn.k_proj), ("v", draft.self_attn.v_proj)):
+            source = attention[name].unflatten(0, (-1, config.head_dim))
+            repeat, rest = divmod(config.num_kv_heads, source.shape[0])
+            if rest:
+                raise SpecdecError(
+                    f"num_kv_heads ({config.num_kv_heads}) must be a multiple of the target's {source.shape[0]} "
+                    "with --init last-layer"
+                )
+            target.weight[:, hidden:].copy_(source.repeat_interleave(repeat, 0).flatten(0, 1))
+        if blocks["gate"].shape == draft.mlp.gate_proj.weight.shape:
+            draft.mlp.gate_proj.weight.copy_(blocks["gate"])
+            draft.mlp.up_proj.weight.copy_(blocks["up"])
+            draft.mlp.down_proj.weight.copy_(blocks["down"])
+        norms = dict(layer.named_modules())
+        for name, target in (
+            ("input_layernorm", draft.hidden_norm),
+            ("post_attention_layernorm", draft.post_attention_layernorm),
+        ):
+            target.weight.copy_(norms[name].weight)
+        head.norm.weight.copy_(final_norm(model).weight)
+        scale = float(tap_rms[-1]) if config.fc_norm or config.norm_before_fc else 1.0
+        head.fc.weight[:, -hidden:] += scale * torch.eye(hidden)
+
+
+def _self_attending(head: Eagle3Head) -> None:
+    """Copy each query head's weights from its key head, so that a row first attends to itself.
+
+    A token's embedding reaches the output only through the values, so a head that looks at itself learns first.
+    """
+    attention, config = head.midlayer.self_attn, head.config
+    keys = attention.k_proj.weight.detach().unflatten(0, (config.num_kv_heads, config.head_dim))
+    with torch.no_grad():
+        attention.q_proj.weight.copy_(
+            keys.repeat_interleave(config.num_heads // config.num_kv_heads, 0).flatten(0, 1)
+        )
