@@ -5,9 +5,10 @@ cannot change a sampled text. Does not know what the numbers are used for. Gener
 et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), numpy's implementation, whose raw stream numpy
 keeps stable.
 
-Counter words, lowest first: block of four numbers, node, purpose, position; key: the seed. `position` is the
-absolute position of the step's root (its last committed token). Steps have different roots, so even a rule
-that looks at later tokens before it accepts an earlier one never meets a number twice.
+Counter words, lowest first: block of four numbers, node, purpose, position; key: the seed. `position` is
+the absolute position of a committed token: the step's root, or (coupled draws) the token a draw follows.
+Steps have different roots, so even a rule that looks at later tokens before it accepts an earlier one never
+meets a number twice.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RandomStream:
         """Draw numbers in [0, 1).
 
         Args:
-            position: absolute position of the step's root.
+            position: absolute position of the token they follow (the step's root, as a rule).
             purpose: what they decide.
             count: how many; the first ones do not depend on it.
             node: tree node they belong to.

@@ -33,7 +33,7 @@ def total_variation(counts: Law, law: Law) -> float:
     return float(np.abs(counts / counts.sum() - law).sum() / 2)
 
 
-# the published size is the slow one; the small one has the same bound and teeth (the law itself is enumerated)
+# the published size is slow; the small one keeps its bound and its teeth (the law itself is enumerated)
 num_draws_param = pytest.mark.parametrize(
     "num_draws", [40_000, pytest.param(200_000, marks=pytest.mark.slow)]
 )

@@ -1,0 +1,171 @@
+"""The sampled output of the whole engine against the target's exact law, from transformers in float64.
+
+Five-token vocabulary, so the joint law of a whole answer is a table: a wrong position, mask, cache row, seed
+or acceptance rule anywhere between prompt and output shifts it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from specdec.config import EngineConfig, SpecConfig
+from specdec.drafter import DraftRequest
+from specdec.engine import Engine, GenerationResult
+from specdec.hf import load_hf_model
+from specdec.random_streams import Purpose, RandomStream
+from specdec.sequence import SamplingParams
+from specdec.tree import DraftTree, tree_from_paths
+
+VOCAB = 5
+PROMPT = [1, 4, 2, 0, 3]
+# the first token comes from the prompt's pass, then one step drafts two tokens and adds a third
+NUM_TOKENS = 4
+NUM_REQUESTS = 2500
+# per test; the seeds are fixed, so a failure is a change of the law and not bad luck
+ALPHA = 0.001
+MIN_EXPECTED = 5.0
+SAMPLED = {
+    "plain": SamplingParams(temperature=1.0),
+    "cut": SamplingParams(temperature=1.6, top_k=4, top_p=0.95),
+}
+
+Answer = tuple[int, ...]
+
+
+class FixedDrafter:
+    """Proposes the same paths below every root."""
+
+    name = "fixed"
+    boundaries: tuple[int, ...] = ()
+
+    def __init__(self, paths: list[list[int]]) -> None:
+        self._paths = paths
+
+    def relative_cost(self, spec: SpecConfig) -> float:
+        return 0.0
+
+    def scratch_rows(self, spec: SpecConfig) -> int:
+        return 0
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [
+            tree_from_paths(request.seq.token_ids[-1], [path[: request.max_depth] for path in self._paths])
+            for request in requests
+        ]
+
+    def release(self, seq_id: int) -> None:
+        return None
+
+
+DRAFTS: dict[str, list[list[int]] | None] = {
+    "no drafts": None,
+    "chain": [[2, 0]],
+    "tree": [[0, 1], [0, 4], [3, 3], [3, 2], [2, 0]],
+    "every token": [[token, token] for token in range(VOCAB)],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model_factory: Callable[..., Path]) -> Path:
+    return tiny_model_factory("llama", vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def exact_laws(folder: Path) -> dict[str, dict[Answer, float]]:
+    """Probability of every answer under each setting, filtered by a few lines of its own."""
+    model = load_hf_model(folder).double()
+    answers = list(itertools.product(range(VOCAB), repeat=NUM_TOKENS))
+    ids = torch.tensor([[*PROMPT, *answer] for answer in answers])
+    logits = model(input_ids=ids).logits[:, len(PROMPT) - 1 : -1].numpy()
+
+    def filtered(row: np.ndarray, params: SamplingParams) -> np.ndarray:
+        p = np.exp((row - row.max()) / params.temperature)
+        order = np.argsort(-p)
+        if params.top_k:
+            p[order[params.top_k :]] = 0.0
+        p /= p.sum()
+        if params.top_p < 1.0:
+            before = np.cumsum(p[order]) - p[order]
+            p[order[before >= params.top_p]] = 0.0
+        return p / p.sum()
+
+    return {
+        name: {
+            answer: float(np.prod([filtered(rows[i], params)[token] for i, token in enumerate(answer)]))
+            for answer, rows in zip(answers, logits, strict=True)
+        }
+        for name, params in SAMPLED.items()
+    }
+
+
+def chi_square_p_value(counts: Counter[Answer], law: dict[Answer, float]) -> float:
+    """Cells too rare for the approximation are pooled, rarest together."""
+    total = sum(counts.values())
+    observed, expected = [0.0], [0.0]
+    for answer, probability in sorted(law.items(), key=lambda item: -item[1]):
+        if expected[-1] >= MIN_EXPECTED:
+            observed.append(0.0)
+            expected.append(0.0)
+        observed[-1] += counts[answer]
+        expected[-1] += total * probability
+    if expected[-1] < MIN_EXPECTED:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    assert len(expected) > 20, "too few cells to see anything"
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return float(chi2.sf(statistic, len(expected) - 1))
+
+
+def generate(folder: Path, paths: list[list[int]] | None, setting: str) -> list[GenerationResult]:
+    engine = Engine(
+        folder,
+        draft=None if paths is None else lambda view: FixedDrafter(paths),
+        config=EngineConfig(kv_tokens=2048, spec=SpecConfig(max_depth=2, max_nodes=16, adaptive=False)),
+    )
+    base = replace(SAMPLED[setting], max_tokens=NUM_TOKENS, ignore_eos=True)
+    return engine.generate(
+        [PROMPT] * NUM_REQUESTS, [replace(base, seed=seed) for seed in range(NUM_REQUESTS)]
+    )
+
+
+def count_answers(results: list[GenerationResult]) -> Counter[Answer]:
+    return Counter(tuple(result.token_ids) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "setting"),
+    [("no drafts", "plain"), ("chain", "plain"), ("tree", "plain"), ("tree", "cut"), ("every token", "cut")],
+)
+def test_sampled_answers_have_the_law_of_the_target(
+    folder: Path, exact_laws: dict[str, dict[Answer, float]], drafts: str, setting: str
+) -> None:
+    results = generate(folder, DRAFTS[drafts], setting)
+    counts, law = count_answers(results), exact_laws[setting]
+    assert all(law[answer] > 0.0 for answer in counts), "a token the settings exclude came out"
+    assert chi_square_p_value(counts, law) > ALPHA
+    accepted = sum(result.stats.accepted for result in results)
+    assert (accepted > NUM_REQUESTS // 20) == (DRAFTS[drafts] is not None), "drafts must really be accepted"
+
+
+def test_the_comparison_catches_a_number_used_twice(
+    folder: Path, exact_laws: dict[str, dict[Answer, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: neighbouring positions share their random numbers."""
+    right = RandomStream.uniform
+
+    def shared(
+        self: RandomStream, position: int, purpose: Purpose, count: int = 1, node: int = 0
+    ) -> list[float]:
+        return right(self, position // 2, purpose, count, node)
+
+    monkeypatch.setattr(RandomStream, "uniform", shared)
+    counts = count_answers(generate(folder, DRAFTS["tree"], "plain"))
+    assert chi_square_p_value(counts, exact_laws["plain"]) < ALPHA
