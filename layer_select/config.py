@@ -1,0 +1,90 @@
+"""Settings of layer selection: every default with its reason, nothing else.
+
+Free of torch, so that the command line can show the defaults at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.errors import SpecdecError
+
+# HSIC_1 divides by n (n - 1) (n - 2) (n - 3): fewer rows have no unbiased estimate.
+MIN_ROWS = 4
+# C(37, 4) = 66,045 subsets take milliseconds; the count grows by the number of boundaries with each more.
+EXHAUSTIVE_MAX = 4
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise SpecdecError(f"{name} ({value}) must be at least {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """How boundaries are measured.
+
+    Attributes:
+        tokens: Token positions to measure. 32,768 keeps a 135M target under three minutes on two cores.
+        max_text_tokens: Longer texts are cut here; the Gram spectrum of a text costs this cubed.
+        batch_tokens: Positions held in memory at once, at every boundary; also the unit of resampling, so a
+            run of the default size has 16 units.
+        cka_rows: Rows of one CKA minibatch. The estimate does not depend on it; a Gram costs this squared.
+        drop_first: Positions dropped at the start of each text: the attention sink, whose massive activation
+            would dominate the trace of every middle layer's Gram (2502.02013; algorithms.md 1.2).
+        center: Subtract the mean state of a text before its Gram, as Matrix-Entropy and Diff-eRank do.
+        row_normalize: Scale every state to unit length. On, because the draft head reads its taps through a
+            norm each, and because unscaled states rank boundaries by their growing length.
+        seed: Seed of the order of texts and of the rows of CKA minibatches.
+    """
+
+    tokens: int = 32768
+    max_text_tokens: int = 512
+    batch_tokens: int = 2048
+    cka_rows: int = 512
+    drop_first: int = 1
+    center: bool = True
+    row_normalize: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("tokens", self.tokens, MIN_ROWS)
+        _at_least("max_text_tokens", self.max_text_tokens, MIN_ROWS + self.drop_first)
+        _at_least("batch_tokens", self.batch_tokens, MIN_ROWS)
+        _at_least("cka_rows", self.cka_rows, 2 * MIN_ROWS)
+        _at_least("drop_first", self.drop_first, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChooseConfig:
+    """How boundaries are chosen from their scores.
+
+    Attributes:
+        num_layers: Boundaries to choose, K. Three as in EAGLE-3; 3 to 5 is worth 3-5 % (2602.06036).
+        estimator: Name of the informativeness estimator in `entropy.ESTIMATORS`.
+        diversity_weight: lambda, the weight of mean pairwise CKA against mean z-scored informativeness. One
+            z-unit against the full range of CKA; a convention, not a fitted value.
+        min_gap: Smallest distance between chosen boundaries.
+        allowed: Boundaries that may be chosen. None is 1..N: boundary 0 is the token embedding, which the
+            draft head is given anyway, so a tap there adds nothing.
+        num_runners_up: Next best subsets to report.
+        resamples: Bootstrap resamples of calibration batches; 0 leaves stability out.
+        seed: Seed of the bootstrap.
+    """
+
+    num_layers: int = 3
+    estimator: str = "matrix_entropy"
+    diversity_weight: float = 1.0
+    min_gap: int = 1
+    allowed: tuple[int, ...] | None = None
+    num_runners_up: int = 10
+    resamples: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("num_layers", self.num_layers, 1)
+        _at_least("min_gap", self.min_gap, 1)
+        _at_least("num_runners_up", self.num_runners_up, 0)
+        _at_least("resamples", self.resamples, 0)
+        if not 0 <= self.diversity_weight < float("inf"):
+            raise SpecdecError(f"diversity_weight ({self.diversity_weight}) must be a finite number >= 0")

@@ -1,0 +1,38 @@
+"""Preparation of state rows before any estimate: centring, scaling, checks.
+
+Pure tensor functions on `[..., rows, hidden]`. Does not know what is estimated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecdecError
+
+# a row of a constant feature is zero after centring but for rounding: a few ulps of the row's own length.
+# scaled to unit length that residue would look like rich noise, so it is set to zero.
+RESIDUE_ULPS = 32.0
+
+
+def center(states: Tensor) -> Tensor:
+    """Subtract the mean row; rows that only rounding keeps from zero become zero."""
+    centred = states - states.mean(dim=-2, keepdim=True)
+    floor = RESIDUE_ULPS * torch.finfo(states.dtype).eps * states.norm(dim=-1, keepdim=True)
+    return torch.where(centred.norm(dim=-1, keepdim=True) <= floor, torch.zeros_like(centred), centred)
+
+
+def normalize_rows(states: Tensor) -> Tensor:
+    """Scale every row to unit length; zero rows stay zero."""
+    length = states.norm(dim=-1, keepdim=True)
+    return states / torch.where(length == 0, torch.ones_like(length), length)
+
+
+def require_finite(states: Tensor, boundaries: list[int]) -> None:
+    """Refuse NaN and infinite states `[boundaries, rows, hidden]`, naming the first such boundary."""
+    finite = torch.isfinite(states).flatten(1).all(dim=1)
+    if not bool(finite.all()):
+        first = boundaries[int((~finite).nonzero()[0])]
+        raise SpecdecError(
+            f"the target's states at boundary {first} are not finite; run it in float32, or check its weights"
+        )
