@@ -9,6 +9,7 @@ writes another.
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ _MACHINE_KEYS = {
 }
 # what a safetensors file may hold for us to use it as it is, and the name of that dtype in config.json
 _READY_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+# GGUF names of tokenizers that cut every digit apart before GPT-2's pattern (llama.cpp, llama-vocab.cpp);
+# transformers reads their files with GPT-2's pattern alone, which joins "\n\n1" and "  2" otherwise
+_DIGITS_APART = frozenset({"codeshell", "command-r", "exaone", "minerva", "refact", "smollm", "starcoder"})
+_GPT2_PATTERN = frozenset({"gpt-2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"})
+_TOKENIZER_FIELDS = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 _READ_ERRORS = (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError, NotImplementedError)
 
 
@@ -76,8 +82,23 @@ def is_ready(folder: Path) -> bool:
     return len(dtypes) == 1 and dtypes <= set(_READY_DTYPES)
 
 
-def check_gguf(path: Path) -> set[str]:
-    """Check that a file is a whole GGUF and return the type names of its matrices."""
+@dataclass(frozen=True, kw_only=True)
+class GgufFacts:
+    """What a GGUF says of itself that decides the conversion.
+
+    Attributes:
+        types: Type names of its matrices.
+        tokenizer: Kind of its tokenizer; ``gpt2`` is byte-level BPE.
+        pre_tokenizer: Name of the way text is cut before the merges, null if the file gives none.
+    """
+
+    types: frozenset[str]
+    tokenizer: str | None
+    pre_tokenizer: str | None
+
+
+def check_gguf(path: Path) -> GgufFacts:
+    """Check that a file is a whole GGUF and read what decides its conversion."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -87,7 +108,9 @@ def check_gguf(path: Path) -> set[str]:
             raise SpecdecError(f"{path} is no GGUF file (it does not start with 'GGUF'); give another file")
     size = path.stat().st_size
     try:
-        tensors = GGUFReader(path).tensors
+        reader = GGUFReader(path)
+        tensors = reader.tensors
+        named = {name: field.contents() for name, field in reader.fields.items() if name in _TOKENIZER_FIELDS}
         cut = any(tensor.data_offset + tensor.n_bytes > size for tensor in tensors)
     except _READ_ERRORS as error:
         raise SpecdecError(
@@ -95,21 +118,22 @@ def check_gguf(path: Path) -> set[str]:
         ) from error
     if cut or not tensors:
         raise SpecdecError(f"{path} is truncated: {size} bytes do not hold all its tensors; fetch it again")
-    return {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1}
+    kind, pre = (named.get(name) for name in _TOKENIZER_FIELDS)
+    types = frozenset(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
+    return GgufFacts(types=types, tokenizer=kind, pre_tokenizer=pre)
 
 
 def convert_gguf(path: Path, out: Path, say: Say) -> None:
     """Write a Hugging Face folder (weights, tokenizer, chat template) from a GGUF file."""
-    types = check_gguf(path)
-    keep_bf16 = "BF16" in types and types <= {"BF16", "F32"}
-    say(f"converting {path.name} ({', '.join(sorted(types))})")
-    _convert_with_transformers(path.parent, out, say, gguf_file=path.name, keep_bf16=keep_bf16)
+    facts = check_gguf(path)
+    say(f"converting {path.name} ({', '.join(sorted(facts.types))})")
+    _convert_with_transformers(path.parent, out, say, gguf_file=path.name, facts=facts)
 
 
 def convert_folder(folder: Path, out: Path, say: Say) -> None:
     """Write a checked folder anew as fp16 safetensors (bf16 stays, fp32 stays where fp16 is too small)."""
     if not weight_files(folder):
-        _convert_with_transformers(folder, out, say, gguf_file=None, keep_bf16=False)
+        _convert_with_transformers(folder, out, say, gguf_file=None, facts=None)
         return
     foreign = stored_dtypes(folder) - {"F16", "BF16", "F32", "F64"}
     if foreign:
@@ -145,7 +169,7 @@ def _convert_shards(folder: Path, out: Path, say: Say) -> None:
 
 
 def _convert_with_transformers(
-    folder: Path, out: Path, say: Say, *, gguf_file: str | None, keep_bf16: bool
+    folder: Path, out: Path, say: Say, *, gguf_file: str | None, facts: GgufFacts | None
 ) -> None:
     import torch
     import transformers
@@ -162,14 +186,39 @@ def _convert_with_transformers(
             f"{origin}: transformers {transformers.__version__} cannot read it: {reason}"
         ) from error
     largest = _largest_weight(dict(model.requires_grad_(False).named_parameters()), origin)
-    dtype = torch.bfloat16 if keep_bf16 else _choose_dtype(largest, origin.name, say)
+    if facts is not None and "BF16" in facts.types and facts.types <= {"BF16", "F32"}:
+        dtype = torch.bfloat16
+    else:
+        dtype = _choose_dtype(largest, origin.name, say)
     # loading a GGUF leaves a quantiser behind in some transformers versions, which would be saved and asked
     # for again, though the weights are plain numbers by now
     quantiser = getattr(model, "hf_quantizer", None)
     if quantiser is not None:
         quantiser.remove_quantization_config(model)
     model.to(dtype).save_pretrained(out)
+    if facts is not None:
+        _mend_pre_tokenizer(tokenizer, facts, origin.name, say)
     tokenizer.save_pretrained(out)
+
+
+def _mend_pre_tokenizer(tokenizer: Any, facts: GgufFacts, name: str, say: Say) -> None:
+    """Cut text before the merges as the file's tokenizer was trained to, where transformers does not."""
+    from tokenizers import pre_tokenizers
+
+    if facts.tokenizer != "gpt2":
+        return
+    core = tokenizer.backend_tokenizer
+    if facts.pre_tokenizer in _DIGITS_APART:
+        core.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif (
+        isinstance(core.pre_tokenizer, pre_tokenizers.ByteLevel) and facts.pre_tokenizer not in _GPT2_PATTERN
+    ):
+        say(
+            f"{name} cuts text by the rule '{facts.pre_tokenizer}', which is not known here; "
+            "GPT-2's is used, so some prompts may become other tokens than the original's"
+        )
 
 
 def _largest_weight(tensors: dict[str, Any], origin: Path) -> float:

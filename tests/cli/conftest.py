@@ -3,13 +3,23 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+# every row length is a multiple of Q8_0's block of 32
+TINY: dict[str, Any] = {
+    "family": "llama",
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+}
 
-def write_gguf(path: Path, folder: Path) -> Path:
+
+def write_gguf(path: Path, folder: Path, pre_tokenizer: str | None = "smollm") -> Path:
     """Write a tiny Llama as GGUF: matrices as Q8_0, its byte-level tokenizer, a chat template."""
     import gguf
 
@@ -31,6 +41,8 @@ def write_gguf(path: Path, folder: Path) -> Path:
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
+    if pre_tokenizer:
+        writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(sorted(vocab, key=lambda token: vocab[token]))
     writer.add_token_types(
         [3 if token.startswith("<|") else 1 for token in sorted(vocab, key=lambda t: vocab[t])]
@@ -74,8 +86,17 @@ def write_gguf(path: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def tiny_gguf(tmp_path: Path, tiny_model_factory: Callable[..., Path]) -> Path:
-    """A whole tiny GGUF; every row length is a multiple of Q8_0's block of 32."""
-    folder = tiny_model_factory(
-        "llama", head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
-    )
+    """A whole tiny GGUF."""
+    folder = tiny_model_factory(**TINY)
     return write_gguf(tmp_path / "tiny.gguf", folder)
+
+
+@pytest.fixture
+def gguf_of_rule(tmp_path: Path, tiny_model_factory: Callable[..., Path]) -> Callable[[str | None], Path]:
+    """Call with a pre-tokenizer's name: the tiny GGUF saying so."""
+    folder = tiny_model_factory(**TINY)
+
+    def make(rule: str | None) -> Path:
+        return write_gguf(tmp_path / f"{rule or 'none'}.gguf", folder, rule)
+
+    return make

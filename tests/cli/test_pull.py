@@ -56,6 +56,23 @@ def test_a_gguf_becomes_an_fp16_folder_that_transformers_loads(tiny_gguf: Path) 
     assert resolve_target("tiny") == folder
 
 
+@pytest.mark.parametrize(("rule", "pieces"), [("smollm", ["\u0120", "1", "2"]), ("gpt-2", ["\u012012"])])
+def test_a_gguf_keeps_its_rule_for_cutting_text(
+    gguf_of_rule: Callable[[str | None], Path], rule: str, pieces: list[str]
+) -> None:
+    """Catches digits cut by GPT-2's pattern in a model trained on single digits: other ids for a list's "1."."""
+    from transformers import AutoTokenizer
+
+    core = AutoTokenizer.from_pretrained(pull(str(gguf_of_rule(rule)))).backend_tokenizer
+    assert [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str(" 12")] == pieces
+
+
+def test_an_unknown_rule_for_cutting_text_is_said(gguf_of_rule: Callable[[str | None], Path]) -> None:
+    said: list[str] = []
+    pull(str(gguf_of_rule("new-rule")), progress=said.append)
+    assert sum("'new-rule', which is not known" in line for line in said) == 1
+
+
 def test_a_second_pull_converts_nothing(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pull(str(tiny_gguf))
     stamp = (first / "model.safetensors").stat().st_mtime_ns
