@@ -30,7 +30,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"attention", "blocks", "convert", "detokenize", "hf", "sequence", "speculation", "stats", "tree"}
     ),
-    frozenset({"drafter", "exact_law", "fetch", "kernels", "sampling"}),
+    frozenset({"drafter", "exact_law", "fetch", "kernels", "requests", "sampling"}),
     frozenset({"hub", "models", "paged_kv", "verify"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),

@@ -60,7 +60,7 @@ def test_a_gguf_becomes_an_fp16_folder_that_transformers_loads(tiny_gguf: Path) 
 def test_a_gguf_keeps_its_rule_for_cutting_text(
     gguf_of_rule: Callable[[str | None], Path], rule: str, pieces: list[str]
 ) -> None:
-    """Catches digits cut by GPT-2's pattern in a model trained on single digits: other ids for a list's "1."."""
+    """Catches digits cut by GPT-2's pattern in a model trained on single digits: other ids for a list."""
     from transformers import AutoTokenizer
 
     core = AutoTokenizer.from_pretrained(pull(str(gguf_of_rule(rule)))).backend_tokenizer
