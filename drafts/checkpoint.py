@@ -1,9 +1,9 @@
 """Draft folders: `config.json` and `model.safetensors`, read and written strictly.
 
-Owns what a draft folder holds and every check on it. A missing, renamed, extra or mis-shaped tensor is an error
-that names the tensor and both shapes, and a failed save leaves no folder: loaders that ignore unknown names
-serve random weights without a word (speculators #1114). Does not know targets: the caller passes the target's
-embeddings, output head and fingerprint.
+Owns what a draft folder holds and every check on it. A missing, renamed, extra or mis-shaped tensor is an
+error that names the tensor and both shapes, and a failed save leaves no folder: loaders that ignore unknown
+names serve random weights without a word (speculators #1114). Does not know targets: the caller passes the
+target's embeddings, output head and fingerprint.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ def load_draft(
     config, contract = read_draft_config(folder)
     if target_fingerprint is not None and target_fingerprint != contract.target_fingerprint:
         raise SpecdecError(
-            f"draft ({folder}) was trained for another target: its fingerprint {contract.target_fingerprint[:12]} is "
+            f"draft ({folder}) was trained for another target: its fingerprint "
+            f"{contract.target_fingerprint[:12]} is "
             f"not {target_fingerprint[:12]}; use the target it was trained for"
         )
     shape = (config.vocab_size, config.target_hidden_size)

@@ -66,7 +66,8 @@ class Eagle3Config:
         check_draft_vocab_size(self.draft_vocab_size, self.vocab_size)
         if self.hidden_size != self.target_hidden_size:
             raise SpecdecError(
-                f"hidden_size ({self.hidden_size}) must equal target_hidden_size ({self.target_hidden_size}): "
+                f"hidden_size ({self.hidden_size}) must equal target_hidden_size "
+                f"({self.target_hidden_size}): "
                 "the head uses the target's embeddings"
             )
         if not self.boundaries:
@@ -87,6 +88,7 @@ class Eagle3Config:
 
     @property
     def num_taps(self) -> int:
+        """Taps fused into a feature."""
         return len(self.boundaries)
 
     @property
@@ -151,12 +153,14 @@ class Eagle3Config:
         listed = tuple(int(value) for value in _need(raw, "eagle_aux_hidden_state_layer_ids"))
         if listed != boundaries:
             raise SpecdecError(
-                f"draft config: eagle_aux_hidden_state_layer_ids ({list(listed)}) must equal specdec.boundaries "
+                f"draft config: eagle_aux_hidden_state_layer_ids ({list(listed)}) must equal "
+                f"specdec.boundaries "
                 f"({list(boundaries)})"
             )
         if int(_need(raw, "num_aux_hidden_states")) != len(boundaries):
             raise SpecdecError(
-                f"draft config: num_aux_hidden_states ({raw['num_aux_hidden_states']}) must be {len(boundaries)}, "
+                f"draft config: num_aux_hidden_states ({raw['num_aux_hidden_states']}) must be "
+                f"{len(boundaries)}, "
                 f"the number of boundaries {list(boundaries)}"
             )
         if raw.get("tie_word_embeddings"):

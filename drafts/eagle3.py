@@ -1,8 +1,8 @@
 """The EAGLE-3 draft head: one decoder layer over fused target states.
 
 Owns the head's mathematics, once, for training and serving: `fuse`, `qkv`, `finish`, `feedback`, `logits`.
-Does not know attention (a paged cache when serving, an unrolled graph in training), rotary positions, trees or
-losses. Module names are the on-disk tensor names. Source: EAGLE-3 (arXiv:2503.01840); per-tap norms and
+Does not know attention (a paged cache when serving, an unrolled graph in training), rotary positions, trees
+or losses. Module names are the on-disk tensor names. Source: EAGLE-3 (arXiv:2503.01840); per-tap norms and
 post-norm feedback are EAGLE-3.1 (arXiv:2605.09992).
 
     g   = fc([norm_1(a_1); ...; norm_K(a_K)])                     true rows only
@@ -31,6 +31,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Norm of x [..., size]."""
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight
@@ -58,6 +59,7 @@ class DraftMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Output [..., hidden] of x [..., hidden]."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -76,7 +78,8 @@ class DraftLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """Draft head over the taps of one target.
 
-    The target's embeddings, and its output rows when `lm_head` is "target_rows", are buffers outside the state
+    The target's embeddings, and its output rows when `lm_head` is "target_rows", are buffers outside the
+    state
     dict: they are the target's and are never saved with the head.
 
     Args:

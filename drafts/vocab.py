@@ -96,9 +96,9 @@ def build_draft_vocab(
 ) -> DraftVocab:
     """Choose the draft vocabulary from the counts of answer tokens.
 
-    `keep` (end of turn and other special tokens) is always in. Then the most frequent tokens, ties to the lower
-    id, so that data order never changes the map. With fewer distinct tokens than `size`, the lowest unused ids
-    fill it.
+    `keep` (end of turn and other special tokens) is always in. Then the most frequent tokens, ties to the
+    lower id, so that data order never changes the map. With fewer distinct tokens than `size`, the lowest
+    unused ids fill it.
 
     Args:
         counts: occurrences of each target id in answers, [vocab] or a mapping.

@@ -19,7 +19,8 @@ j=1: 0:A1 1:A2 2:A3 3:EOT;  j=2: 0:A2 1:A3 2:EOT.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +47,10 @@ class SequenceStates:
 class RowBatch:
     """Packed sequences.
 
-    Flat rows: `next_ids`, `positions` [rows]; `states` [rows, taps, hidden]; `final` [rows, hidden]; `argmax`,
-    `log_norm` [rows]. Chains: `starts` [chains] flat row of each, ascending; `weights` [steps, chains] of each
-    slot, 0 where it is not trained; `chain_sequence` [chains] and `row_offsets` [sequences + 1] tie them.
+    Flat rows: `next_ids`, `positions` [rows]; `states` [rows, taps, hidden]; `final` [rows, hidden];
+    `argmax`, `log_norm` [rows]. Chains: `starts` [chains] flat row of each, ascending; `weights` [steps,
+    chains] of each slot, 0 where it is not trained; `chain_sequence` [chains] and `row_offsets` [sequences
+    + 1] tie them.
     """
 
     next_ids: Tensor
@@ -64,15 +66,15 @@ class RowBatch:
 
     @property
     def num_rows(self) -> int:
+        """Flat rows of all sequences."""
         return self.row_offsets[-1]
 
     def to(self, device: torch.device) -> RowBatch:
         """The same batch with its tensors on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return RowBatch(**moved)
+        return replace(self, **moved)
 
 
 def slot_weights(
@@ -126,7 +128,7 @@ def sequence_weights(sequence: TrainSequence, config: TrainConfig, shared_prefix
 
 
 def sample_depths(weights: Tensor, step_weight: float, generator: torch.Generator) -> Tensor:
-    """Trade the step weights for chances: a chain goes on to step j with chance step_weight ** j, then weighs 1.
+    """Trade step weights for chances: a chain reaches step j with chance step_weight ** j, then weighs 1.
 
     The expected loss is that of `weights` [steps, chains]; deep slots cost less.
     """
@@ -137,7 +139,7 @@ def sample_depths(weights: Tensor, step_weight: float, generator: torch.Generato
 
 
 def epoch_plan(rows: Sequence[int], batch_rows: int, seed: int, epoch: int) -> list[list[int]]:
-    """Batches of one epoch as sequence indices: a shuffle by (seed, epoch), cut when `batch_rows` is reached."""
+    """Batches of an epoch as sequence indices: a shuffle by (seed, epoch), cut at about `batch_rows`."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     plan: list[list[int]] = []
     current: list[int] = []

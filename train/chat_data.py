@@ -1,12 +1,12 @@
 """Training conversations from a JSONL file: token ids and a mask that is exactly the target's own text.
 
-Owns reading, checking, the derivation of the assistant mask, and the count of what was dropped and why. Records
-with `prompt_token_ids` and `response_token_ids` are used as they are; `messages` alone are rendered through
-`specdec.hf.render_chat`. Knows nothing of batches or states.
+Owns reading, checking, the derivation of the assistant mask, and the count of what was dropped and why.
+Records with `prompt_token_ids` and `response_token_ids` are used as they are; `messages` alone are rendered
+through `specdec.hf.render_chat`. Knows nothing of batches or states.
 
 A template without generation markers gives no mask, so it is derived from prefixes: the render up to an
-assistant turn with the generation prompt, and the render that includes it, must both be prefixes of the whole.
-Where a template is not prefix-stable the record is dropped with that reason, never guessed.
+assistant turn with the generation prompt, and the render that includes it, must both be prefixes of the
+whole. Where a template is not prefix-stable the record is dropped with that reason, never guessed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class ChatData:
 
     @property
     def num_answer_tokens(self) -> int:
+        """Tokens the target wrote."""
         return sum(sequence.num_answer_tokens for sequence in self.sequences)
 
     def dropped_reasons(self) -> dict[str, int]:
@@ -92,7 +93,8 @@ def load_chat_data(path: str | Path, tokenizer: Any, *, max_length: int, vocab_s
         data = ChatData((), tuple(dropped))
         reasons = "; ".join(f"{count} {reason}" for reason, count in data.dropped_reasons().items())
         raise SpecdecError(
-            f"--data ({file}): {total} of {total} samples have no trainable token ({reasons or 'the file is empty'})"
+            f"--data ({file}): {total} of {total} samples have no trainable token "
+            f"({reasons or 'the file is empty'})"
         )
     return ChatData(tuple(sequences), tuple(dropped))
 

@@ -1,7 +1,7 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
-Owns their layout, their atomic writing, their retention and which of them a resumed run takes. A checkpoint is
-one file written under another name and renamed, so a kill at any moment leaves the last complete one.
+Owns their layout, their atomic writing, their retention and which of them a resumed run takes. A checkpoint
+is one file written under another name and renamed, so a kill at any moment leaves the last complete one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PATTERN = re.compile(r"step-(\d{8})\.pt")
 class TrainState:
     """State of a run after `step` optimiser steps.
 
-    `contract` names what the run was started with (options, data, taps, target); resuming under another one is
-    refused. The data position is (epoch, batch) of the next batch; random numbers are functions of (seed,
+    `contract` names what the run was started with (options, data, taps, target); resuming under another one
+    is refused. The data position is (epoch, batch) of the next batch; random numbers are functions of (seed,
     step), the generator state is kept beside them for whatever a library draws.
     """
 
@@ -81,7 +81,8 @@ def load_state(path: Path, contract: Mapping[str, Any]) -> TrainState:
         old, new = state.contract.get(key), contract.get(key)
         if old != new:
             raise SpecdecError(
-                f"{key} ({new}) differs from the run being resumed ({old}); use the same value, another --out, or "
+                f"{key} ({new}) differs from the run being resumed ({old}); use the same value, another "
+                f"--out, or "
                 "--no-resume"
             )
     return state

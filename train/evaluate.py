@@ -4,8 +4,8 @@ Owns the simulation of greedy chains over held-out text. Knows nothing of trees,
 
 A drafted chain is followed only while it agrees with the text, and until the first disagreement the tokens it
 feeds itself ARE the text. One unrolled pass over the true tokens therefore gives, for every row at once, the
-number of tokens a greedy chain from that row would get accepted; walking the text from the first answer token,
-skipping what each step commits, gives the engine's verify steps.
+number of tokens a greedy chain from that row would get accepted; walking the text from the first answer
+token, skipping what each step commits, gives the engine's verify steps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EVAL_ROWS = 4096
 class OfflineAcceptance:
     """Counts and rates of simulated greedy chains (definitions of the design: bonus and recovered included).
 
-    `conditional[d]` is accepted at depth d+1 given accepted before, None where never reached; `overlap` is the
-    mean of sum min(p, q) at depth 1, p cut to the draft vocabulary; `greedy_share` is the share of answer tokens
-    that are the target's first choice: below 1 the text is not the target's own greedy answer.
+    `conditional[d]` is accepted at depth d+1 given accepted before, None where never reached; `overlap` is
+    the mean of sum min(p, q) at depth 1, p cut to the draft vocabulary; `greedy_share` is the share of
+    answer tokens that are the target's first choice: below 1 the text is not the target's own greedy answer.
     """
 
     depth: int
@@ -196,7 +196,8 @@ def chain_agreement(
         for step in range(depth):
             count = len(ids) - 2 - step
             if count > 0:
-                # rows whose next token is an answer token: the first is where the engine's first chain starts.
+                # rows whose next token is an answer token: the first is where the engine's first chain
+                # starts.
                 weight[step, :count] = (mask[1 : count + 1] & mask[step + 2 :]).float()
         weights.append(weight)
     batch = pack(sequences, states, weights)

@@ -37,7 +37,7 @@ def head_config(
         head_dim=head_dim,
         rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
         rope=RopeConfig.from_dict(raw, head_dim=head_dim),
-        vocab_size=output_head(model).weight.shape[0],
+        vocab_size=vocab.vocab_size,
         draft_vocab_size=len(vocab),
         boundaries=boundaries,
         target_hidden_size=hidden,
@@ -46,6 +46,11 @@ def head_config(
         norm_output=config.norm_output,
         lm_head=config.lm_head,
     )
+
+
+def head_weight(model: Any) -> Tensor:
+    """The output head's weight [vocab, hidden] of a Hugging Face target."""
+    return _weight(output_head(model))
 
 
 def build_head(
@@ -61,7 +66,7 @@ def build_head(
         tap_rms: root-mean-square [taps] of the target's states, to restore the scale that `fc_norm` removes.
     """
     shape = head_config(model, boundaries, vocab, config)
-    weight = output_head(model).weight.detach().float().cpu()
+    weight = head_weight(model).float().cpu()
     embed = model.get_input_embeddings().weight.detach().cpu()
     head = Eagle3Head(shape, vocab, embed, weight).float()
     _random(head, config.seed)
@@ -73,7 +78,7 @@ def build_head(
 
 
 def _random(head: Eagle3Head, seed: int) -> None:
-    """Small normal weights, output projections smaller; norms stay at one, an own output head at the target's."""
+    """Small normal weights; norms stay at one, an own output head at the target's rows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -85,9 +90,16 @@ def _linear(parent: nn.Module, name: str) -> Tensor:
     found = dict(parent.named_modules()).get(name)
     if not isinstance(found, nn.Linear):
         raise SpecdecError(
-            f"--init (last-layer) needs a Llama-shaped target: its last layer has no linear {name}; use --init random"
+            f"--init (last-layer) needs a Llama-shaped target: its last layer has no linear {name}; use "
+            f"--init random"
         )
     return found.weight.detach().float().cpu()
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor), "norms and heads of a target carry a weight tensor"
+    return weight.detach()
 
 
 def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
@@ -105,7 +117,8 @@ def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
             repeat, rest = divmod(config.num_kv_heads, source.shape[0])
             if rest:
                 raise SpecdecError(
-                    f"num_kv_heads ({config.num_kv_heads}) must be a multiple of the target's {source.shape[0]} "
+                    f"num_kv_heads ({config.num_kv_heads}) must be a multiple of the target's "
+                    f"{source.shape[0]} "
                     "with --init last-layer"
                 )
             target.weight[:, hidden:].copy_(source.repeat_interleave(repeat, 0).flatten(0, 1))
@@ -113,13 +126,9 @@ def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
             draft.mlp.gate_proj.weight.copy_(blocks["gate"])
             draft.mlp.up_proj.weight.copy_(blocks["up"])
             draft.mlp.down_proj.weight.copy_(blocks["down"])
-        norms = dict(layer.named_modules())
-        for name, target in (
-            ("input_layernorm", draft.hidden_norm),
-            ("post_attention_layernorm", draft.post_attention_layernorm),
-        ):
-            target.weight.copy_(norms[name].weight)
-        head.norm.weight.copy_(final_norm(model).weight)
+        draft.hidden_norm.weight.copy_(_weight(layer.get_submodule("input_layernorm")))
+        draft.post_attention_layernorm.weight.copy_(_weight(layer.get_submodule("post_attention_layernorm")))
+        head.norm.weight.copy_(_weight(final_norm(model)))
         scale = float(tap_rms[-1]) if config.fc_norm or config.norm_before_fc else 1.0
         head.fc.weight[:, -hidden:] += scale * torch.eye(hidden)
 
@@ -127,7 +136,8 @@ def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
 def _self_attending(head: Eagle3Head) -> None:
     """Copy each query head's weights from its key head, so that a row first attends to itself.
 
-    A token's embedding reaches the output only through the values, so a head that looks at itself learns first.
+    A token's embedding reaches the output only through the values, so a head that looks at itself learns
+    first.
     """
     attention, config = head.midlayer.self_attn, head.config
     keys = attention.k_proj.weight.detach().unflatten(0, (config.num_kv_heads, config.head_dim))

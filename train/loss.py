@@ -188,7 +188,8 @@ def unrolled_loss(
         head: the draft head.
         batch: packed sequences.
         teacher: the target's law at the batch's rows.
-        weight: the draft's output rows in the dtype of its products (a copy of frozen rows, or the parameter).
+        weight: the draft's output rows in the dtype of its products (a copy of frozen rows, or the
+        parameter).
         options: loss options.
     """
     hidden, slots, weights, depth = [], [], [], []

@@ -24,7 +24,6 @@ from specdec.hf import (
     load_hf_model,
     load_tokenizer,
     num_decoder_layers,
-    output_head,
     template_hash,
 )
 from specdec.provenance import folder_fingerprint, sha256_file
@@ -32,7 +31,7 @@ from specdec.train.chat_data import ChatData, load_chat_data
 from specdec.train.checkpoint import FOLDER
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import OfflineAcceptance, offline_acceptance
-from specdec.train.head_init import build_head
+from specdec.train.head_init import build_head, head_weight
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource, StoredStates, TargetStates
 from specdec.train.trainer import METRICS_NAME, Trainer, TrainOutcome
@@ -130,7 +129,7 @@ def train_draft(
     model = load_hf_model(target, dtype=config.target_dtype)
     check_boundaries(tuple(boundaries), num_decoder_layers(model))
     tokenizer = load_tokenizer(target)
-    vocab_size = output_head(model).weight.shape[0]
+    vocab_size = head_weight(model).shape[0]
     chats = load_chat_data(data, tokenizer, max_length=config.max_length, vocab_size=vocab_size)
     report(_describe(chats))
     training, held_out = split_held_out(chats.sequences, config)
@@ -149,7 +148,8 @@ def train_draft(
     head = _head(model, training, tokenizer, tuple(boundaries), config, source, init_from, fingerprint)
     coverage = head.vocab.coverage(_answer_counts(held_out or training, vocab_size))
     report(
-        f"{len(training)} training and {len(held_out)} held-out conversations; draft vocabulary of {len(head.vocab)} "
+        f"{len(training)} training and {len(held_out)} held-out conversations; draft vocabulary of "
+        f"{len(head.vocab)} "
         f"covers {coverage:.1%} of {'held-out' if held_out else 'training'} answer tokens; "
         f"{sum(p.numel() for p in head.parameters()):,} trained weights"
     )
@@ -219,13 +219,14 @@ def _head(
     init_from: str | Path | None,
     fingerprint: str,
 ) -> Eagle3Head:
-    weight = output_head(model).weight.detach().float().cpu()
+    weight = head_weight(model).float().cpu()
     if init_from is not None:
         embed = model.get_input_embeddings().weight.detach().cpu()
         head = load_draft(init_from, embed, weight, target_fingerprint=fingerprint).head
         if head.config.boundaries != boundaries:
             raise SpecdecError(
-                f"--layers ({list(boundaries)}) must be the boundaries of --init-from, {list(head.config.boundaries)}"
+                f"--layers ({list(boundaries)}) must be the boundaries of --init-from, "
+                f"{list(head.config.boundaries)}"
             )
         return head.requires_grad_(True)
     vocab = choose_vocab(training, tokenizer, model, weight.shape[0], config)

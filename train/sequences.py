@@ -24,6 +24,7 @@ class TrainSequence:
 
     @property
     def num_answer_tokens(self) -> int:
+        """Tokens the target wrote."""
         return sum(self.assistant_mask)
 
     @property

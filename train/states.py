@@ -57,10 +57,14 @@ class TargetStates:
         self.num_layers = num_decoder_layers(model)
         self._norm = final_norm(model)
         self._head = output_head(model)
+        weight = self._head.weight
+        assert isinstance(weight, Tensor), "an output head carries a weight tensor"
+        self._weight = weight.detach()
 
     @property
     def hidden_size(self) -> int:
-        return int(self._head.weight.shape[1])
+        """Width of the target's states."""
+        return self._weight.shape[1]
 
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order."""
@@ -78,12 +82,11 @@ class TargetStates:
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """The target's output rows [len(ids), hidden], fp32."""
-        weight = self._head.weight
-        return weight[ids.to(weight.device)].detach().float().cpu()
+        return self._weight[ids.to(self._weight.device)].float().cpu()
 
     @torch.no_grad()
     def _forward(self, sequences: Sequence[TrainSequence], group: list[int]) -> dict[int, SequenceStates]:
-        device = self._head.weight.device
+        device = self._weight.device
         longest = max(len(sequences[index].token_ids) for index in group)
         ids = torch.zeros(len(group), longest, dtype=torch.int64)
         for row, index in enumerate(group):
@@ -126,8 +129,8 @@ class _Entry:
 class StoredStates:
     """An append-only file of states keyed by token content, filled on first use.
 
-    A record is written before its index line, so a killed run leaves at most a tail that the next one cuts off.
-    More data later only adds records. One writer at a time.
+    A record is written before its index line, so a killed run leaves at most a tail that the next one cuts
+    off. More data later only adds records. One writer at a time.
     """
 
     def __init__(
@@ -160,9 +163,10 @@ class StoredStates:
             ) from error
         self._index: dict[str, _Entry] = {}
         end = self._read_index()
-        self._data = open(self.folder / "states.bin", "a+b")
+        # both files stay open as long as the store.
+        self._data = open(self.folder / "states.bin", "a+b")  # noqa: SIM115
         self._data.truncate(end)
-        self._lines = open(self.folder / "index.jsonl", "a", encoding="utf-8")
+        self._lines = open(self.folder / "index.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     @property
     def row_bytes(self) -> int:
@@ -197,7 +201,8 @@ class StoredStates:
         needed, free = self.missing_bytes(sequences), shutil.disk_usage(self.folder).free
         if needed > free:
             raise SpecdecError(
-                f"--states-cache needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {self.folder}; "
+                f"--states-cache needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on "
+                f"{self.folder}; "
                 "free space, or use --states-cache online"
             )
         return needed

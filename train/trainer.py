@@ -1,8 +1,8 @@
 """The training loop of a draft head.
 
-Owns the optimiser, the schedule, the order of batches, the guard against non-finite numbers, resuming, and the
-log. fp32 master weights; products in bf16 under autocast when asked. Knows nothing of files of chats, of how
-target states are made, or of the draft folder, which its caller writes when `on_evaluate` is called.
+Owns the optimiser, the schedule, the order of batches, the guard against non-finite numbers, resuming, and
+the log. fp32 master weights; products in bf16 under autocast when asked. Knows nothing of files of chats,
+of how target states are made, or of the draft folder, which its caller writes when `on_evaluate` is called.
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ class Objective(nn.Module):
         self.register_buffer("student_rows", centred.to(self.compute_dtype), persistent=False)
         self.register_buffer("draft_ids", head.vocab.draft_ids(), persistent=False)
 
+    teacher_rows: Tensor
+    student_rows: Tensor
+    draft_ids: Tensor
+
     def forward(self, batch: RowBatch, measure: bool) -> UnrolledLoss:
+        """Weighted loss sum of the batch, with acceptance counts when `measure`."""
         own = self.head.config.lm_head == "own"
         teacher = Teacher(batch.final, batch.log_norm, self.teacher_rows, self.draft_ids[batch.argmax.long()])
         options = LossOptions(self.config.loss, self.config.loss_chunk_rows, self.compute_dtype, measure)
@@ -122,7 +127,8 @@ class Trainer:
         self.accelerator = Accelerator(mixed_precision="bf16" if config.compute_dtype == "bfloat16" else "no")
         if self.accelerator.num_processes != 1:
             raise SpecdecError(
-                f"num_processes ({self.accelerator.num_processes}) must be 1: training on several processes is not "
+                f"num_processes ({self.accelerator.num_processes}) must be 1: training on several "
+                f"processes is not "
                 "supported; start without accelerate launch"
             )
         self.head = head
@@ -244,7 +250,8 @@ class Trainer:
         fitting = int(self.config.max_hours * 3600 / per_step)
         if fitting < self.total_steps:
             self.report(
-                f"--max-hours {self.config.max_hours:g}: {fitting} steps fit, {self.total_steps} were asked for"
+                f"--max-hours {self.config.max_hours:g}: {fitting} steps fit, {self.total_steps} were "
+                f"asked for"
             )
             self.total_steps = max(fitting, self.step + 1)
 
@@ -292,7 +299,8 @@ class Trainer:
         names = ", ".join(self.sequences[index].id for index in batch[:8])
         kept = latest_state(self.folder)
         raise SpecdecError(
-            f"{what} ({value}) of step {self.step + 1} is not finite, in a batch of samples {names}; the weights are "
+            f"{what} ({value}) of step {self.step + 1} is not finite, in a batch of samples {names}; the "
+            f"weights are "
             f"as after step {self.step}, the last checkpoint is {kept.name if kept else 'none'}. "
             "Lower --lr or leave the sample out"
         )
@@ -305,7 +313,8 @@ class Trainer:
         greedy = " ".join(f"{value:.3f}" for value in numbers["greedy"])
         overlap = " ".join(f"{value:.3f}" for value in numbers["overlap"])
         self.report(
-            f"step {self.step}/{self.total_steps} epoch {self.epoch} loss {numbers['loss']:.4f} greedy {greedy} "
+            f"step {self.step}/{self.total_steps} epoch {self.epoch} loss {numbers['loss']:.4f} greedy "
+            f"{greedy} "
             f"overlap {overlap} lr {numbers['lr']:.2e} {rate:.0f} rows/s eta {left / 60:.0f} min"
         )
         kept = {key: value for key, value in numbers.items() if key != "rows"}

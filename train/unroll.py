@@ -113,7 +113,7 @@ def _attend(
 
 
 def _block(queries: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, own: list[_OwnKeys]) -> Tensor:
-    """Attend queries [q, heads, d] to keys [k, kv, d] where `allowed` [q, k], and to their own earlier rows."""
+    """Attend queries [q, heads, d] to keys [k, kv, d] where `allowed` [q, k], and to their own rows."""
     num_queries, heads, dim = queries.shape
     kv = keys.shape[1]
     grouped = queries.view(num_queries, kv, heads // kv, dim)

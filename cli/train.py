@@ -1,0 +1,198 @@
+"""`specdec train`: train a draft head on the target's own answers.
+
+Owns the command line of training: options, the run record, the table and the JSON line. Does not know how a
+head is trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specdec.errors import SpecdecError, UsageError
+from specdec.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from specdec.train.run import TrainResult
+
+DEFAULT = TrainConfig()
+
+
+def train(
+    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    layers: Annotated[str, typer.Option(help="selection.json, or boundaries like 2,15,29.")],
+    data: Annotated[Path, typer.Option(help="JSONL of the target's answers (specdec regenerate).")],
+    out: Annotated[Path, typer.Option(help="Draft folder to write; checkpoints go there too.")],
+    states_cache: Annotated[
+        str, typer.Option(help="Folder that keeps target states over epochs and runs, or online.")
+    ] = "online",
+    init_from: Annotated[
+        Path | None, typer.Option(help="Draft folder to go on from; keeps its vocabulary.")
+    ] = None,
+    draft_vocab_size: Annotated[
+        int, typer.Option(help="Tokens the head can say.")
+    ] = DEFAULT.draft_vocab_size,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Feed-forward width (default: the target's).")
+    ] = DEFAULT.intermediate_size,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads (default: the target's).")
+    ] = DEFAULT.num_kv_heads,
+    lm_head: Annotated[str, typer.Option(help="target_rows (frozen, not shipped) or own.")] = DEFAULT.lm_head,
+    fc_norm: Annotated[bool, typer.Option(help="RMSNorm on each tap (EAGLE-3.1).")] = DEFAULT.fc_norm,
+    norm_output: Annotated[
+        bool, typer.Option(help="Feed back the normed output (EAGLE-3.1).")
+    ] = DEFAULT.norm_output,
+    init: Annotated[str, typer.Option(help="last-layer (of the target) or random.")] = DEFAULT.init,
+    self_attending: Annotated[
+        bool, typer.Option(help="Start with queries equal to keys.")
+    ] = DEFAULT.self_attending,
+    unroll: Annotated[int, typer.Option(help="Unroll steps of the training-time test.")] = DEFAULT.unroll,
+    loss: Annotated[str, typer.Option(help="kl, lk or lk-mix.")] = DEFAULT.loss,
+    prompt_rows: Annotated[
+        bool, typer.Option(help="Also train on prompt positions, against the target's own law there.")
+    ] = DEFAULT.prompt_rows,
+    depth_sampling: Annotated[
+        bool, typer.Option(help="Drop deep steps at random instead of weighing them down.")
+    ] = DEFAULT.depth_sampling,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = DEFAULT.epochs,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps, in place of --epochs.")] = DEFAULT.steps,
+    max_hours: Annotated[
+        float | None, typer.Option(help="Shorten the run, from its measured speed, to end in time.")
+    ] = DEFAULT.max_hours,
+    batch_tokens: Annotated[int, typer.Option(help="Rows of an optimiser step.")] = DEFAULT.batch_rows,
+    learning_rate: Annotated[
+        float, typer.Option("--lr", help="Largest learning rate.")
+    ] = DEFAULT.learning_rate,
+    seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = DEFAULT.seed,
+    dtype: Annotated[
+        str, typer.Option(help="Precision of products: bfloat16 or float32.")
+    ] = DEFAULT.compute_dtype,
+    save_dtype: Annotated[
+        str, typer.Option(help="Precision of the saved draft: float16 or bfloat16.")
+    ] = DEFAULT.save_dtype,
+    target_dtype: Annotated[
+        str, typer.Option(help="Precision of the target that gives states.")
+    ] = DEFAULT.target_dtype,
+    max_length: Annotated[int, typer.Option(help="Longer conversations are cut.")] = DEFAULT.max_length,
+    eval_sequences: Annotated[
+        int, typer.Option(help="Most conversations held out to measure acceptance.")
+    ] = DEFAULT.eval_sequences,
+    eval_depth: Annotated[int, typer.Option(help="Chain length of offline acceptance.")] = DEFAULT.eval_depth,
+    eval_every: Annotated[
+        int, typer.Option(help="Steps between measurements and saved drafts.")
+    ] = DEFAULT.eval_every,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULT.save_every,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
+) -> None:
+    """Train a draft head on the target's own answers; resumable."""
+    from typing import Any, cast
+
+    config = TrainConfig(
+        draft_vocab_size=draft_vocab_size,
+        intermediate_size=intermediate_size,
+        num_kv_heads=kv_heads,
+        lm_head=cast(Any, lm_head),
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+        init=cast(Any, init),
+        self_attending=self_attending,
+        unroll=unroll,
+        loss=cast(Any, loss),
+        prompt_rows=prompt_rows,
+        depth_sampling=depth_sampling,
+        epochs=epochs,
+        steps=steps,
+        max_hours=max_hours,
+        batch_rows=batch_tokens,
+        learning_rate=learning_rate,
+        seed=seed,
+        compute_dtype=dtype,
+        save_dtype=save_dtype,
+        target_dtype=target_dtype,
+        max_length=max_length,
+        eval_sequences=eval_sequences,
+        eval_depth=eval_depth,
+        eval_every=eval_every,
+        save_every=save_every,
+    )
+    if not data.is_file():
+        raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
+
+    from dataclasses import asdict
+
+    from specdec.cli.console import emit_json, say
+    from specdec.hub import resolve_target
+    from specdec.provenance import RunRecord, folder_fingerprint, sha256_file
+    from specdec.train.run import check_out_folder, train_draft
+
+    check_out_folder(out)
+    folder = resolve_target(target)
+    boundaries = _boundaries(layers, folder_fingerprint(folder))
+    result = train_draft(
+        folder,
+        boundaries=boundaries,
+        data=data,
+        out=out,
+        config=config,
+        states_cache=states_cache,
+        init_from=init_from,
+        resume=resume,
+        report=say,
+    )
+    summary = dict(result.summary)
+    RunRecord.collect(
+        dtype=dtype,
+        seeds={"seed": seed},
+        template_hash=summary["template_hash"],
+        data_hash=sha256_file(data),
+        defaults=asdict(config),
+        extra=summary,
+    ).write(out / "run.json")
+    _print(result)
+    emit_json({**summary, "out": str(out)})
+
+
+def _boundaries(layers: str, fingerprint: str) -> tuple[int, ...]:
+    """Read --layers: a selection file of this target, or numbers."""
+    parts = [part.strip() for part in layers.split(",")]
+    if all(part.isdecimal() for part in parts):
+        return tuple(int(part) for part in parts)
+    path = Path(layers)
+    if not path.is_file():
+        raise UsageError(f"--layers ({layers}) must be a selection.json or boundaries like 2,15,29")
+
+    from specdec.provenance import read_json
+
+    raw = read_json(path)
+    if raw.get("schema") != "specdec.selection/1":
+        raise SpecdecError(f"--layers ({path}) is not a file of specdec select-layers")
+    chosen_for = raw["target"].get("fingerprint")
+    if chosen_for != fingerprint:
+        raise SpecdecError(
+            f"--layers ({path}) was chosen for another target (fingerprint {str(chosen_for)[:12]}, not "
+            f"{fingerprint[:12]}); run specdec select-layers on this one"
+        )
+    return tuple(int(value) for value in raw["boundaries"])
+
+
+def _print(result: TrainResult) -> None:
+    from specdec.cli.console import print_table
+
+    found = result.acceptance
+    if found is None:
+        return
+    rows = [
+        [depth + 1, conditional, unconditional]
+        for depth, (conditional, unconditional) in enumerate(
+            zip(found.conditional, found.unconditional, strict=True)
+        )
+    ]
+    print_table(
+        f"Offline acceptance, greedy chain of {found.depth}, n={found.sequences} held-out conversations: "
+        f"{found.acceptance_length or 0:.3f} tokens a verify step",
+        ["depth", "accepted given the one before", "accepted"],
+        rows,
+    )
