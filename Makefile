@@ -31,6 +31,7 @@ test-gpu:
 	python -m pytest -m gpu
 
 bench: $(VENV)/.demo
+	$(BIN)/specdec pull smollm2-135m
 	$(BIN)/specdec bench smollm2-135m --data mt_bench
 
 clean:
