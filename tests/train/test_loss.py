@@ -72,8 +72,10 @@ def test_blockwise_loss_and_gradients_equal_the_plain_definitions(
     expected = (_plain(kind, p, logits, fixed) * case["slot_weights"]).sum()
     (3 * expected).backward()
     assert abs(float((loss - expected).detach())) < 1e-10
-    assert hidden.grad is not None and other.grad is not None
-    assert weight.grad is not None and rows.grad is not None
+    assert hidden.grad is not None
+    assert other.grad is not None
+    assert weight.grad is not None
+    assert rows.grad is not None
     assert (hidden.grad - other.grad).abs().max() < 1e-10
     assert (weight.grad - rows.grad).abs().max() < 1e-10
 
