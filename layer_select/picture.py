@@ -19,6 +19,8 @@ from specdec.errors import SpecdecError
 
 CHOSEN_COLOR = "#b3301a"
 PROFILE_COLOR = "#1f3a5f"
+# height of one label line as a part of the axes' height.
+LABEL_HEIGHT = 0.037
 
 
 def draw_selection(document: dict[str, Any]) -> Figure:
@@ -30,7 +32,7 @@ def draw_selection(document: dict[str, Any]) -> Figure:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.35, 1])
     image = left.imshow(document["cka"], cmap="cividis", vmin=0, vmax=1, origin="lower")
-    figure.colorbar(image, ax=left, label="debiased linear CKA", shrink=0.85)
+    figure.colorbar(image, ax=left, label="debiased linear CKA", location="left", shrink=0.85)
     for row in chosen:
         for column in chosen:
             left.plot(
@@ -49,15 +51,17 @@ def draw_selection(document: dict[str, Any]) -> Figure:
     for boundary in chosen:
         right.axhline(boundary, color=CHOSEN_COLOR, linestyle=(0, (4, 3)), linewidth=1.0)
         right.plot(score["values"][boundary], boundary, "D", color=CHOSEN_COLOR, markersize=7)
-        right.annotate(
+    # labels stand outside the axes, where no line crosses them.
+    for boundary, height in zip(chosen, _spread(chosen, LABEL_HEIGHT * size), strict=True):
+        right.text(
+            1.015,
+            height,
             f"b = {boundary}",
-            (score["values"][boundary], boundary),
-            xytext=(9, 5),
-            textcoords="offset points",
+            transform=right.get_yaxis_transform(),
             color=CHOSEN_COLOR,
             fontsize=10,
+            verticalalignment="center",
         )
-    right.margins(x=0.18)
     right.grid(axis="x", color="0.88", linewidth=0.8)
     right.set_axisbelow(True)
     direction = "higher is richer" if score["sign"] > 0 else "lower is richer"
@@ -68,6 +72,14 @@ def draw_selection(document: dict[str, Any]) -> Figure:
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(_headline(document), fontsize=12)
     return figure
+
+
+def _spread(ascending: list[int], distance: float) -> list[float]:
+    """Move label heights up just enough that neighbours are `distance` apart."""
+    heights: list[float] = []
+    for wanted in ascending:
+        heights.append(max(float(wanted), heights[-1] + distance) if heights else float(wanted))
+    return heights
 
 
 def _headline(document: dict[str, Any]) -> str:

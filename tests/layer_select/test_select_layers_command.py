@@ -58,7 +58,7 @@ def test_command_writes_selection_picture_and_run_record(
     assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "made" / "selection.run.json").read_text())
     assert record["data_hash"] == document["hashes"]["calibration"]
-    assert record["defaults"]["choose"]["diversity_weight"] == 1.0
+    assert record["defaults"]["choose"]["diversity_weight"] == 2.0
     assert "tokens/s" in result.stderr or "scoring boundaries" in result.stderr
 
 
