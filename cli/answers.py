@@ -113,7 +113,7 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
             while todo and len(running) < plan.batch_size:
                 prompt = todo.popleft()
                 messages = [{"role": "user", "content": prompt.turns[0]}]
-                token_ids = engine.encode(messages)
+                token_ids = engine.encoder.encode(messages)
                 if len(token_ids) > plan.max_prompt_tokens:
                     too_long += 1
                     bar.advance(1)
@@ -146,7 +146,7 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
     RunRecord.collect(
         dtype=engine.config.dtype,
         seeds={"run": plan.seed},
-        template_hash=engine.template_hash,
+        template_hash=engine.encoder.template_hash,
         data_hash=sha256_file(plan.out),
         defaults={**vars(plan.params), "order": plan.order, "batch_size": plan.batch_size},
         extra=summary,

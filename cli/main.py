@@ -37,9 +37,12 @@ from typing import Annotated, cast
 import typer
 
 from specdec import __version__
+from specdec.cli.bench import bench
+from specdec.cli.generate import generate
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.select_layers import select_layers
+from specdec.cli.train import train
 from specdec.errors import SpecdecError, UsageError
 
 app = typer.Typer(
@@ -57,6 +60,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "select-layers": select_layers,
     "regenerate": regenerate,
+    "train": train,
+    "generate": generate,
+    "bench": bench,
 }
 for _name, _function in _COMMANDS.items():
     app.command(_name)(_function)

@@ -72,10 +72,14 @@ class Eagle3Drafter:
         self.boundaries = head.config.boundaries
         self._head = head
         self._target = target
-        self._rope = RotaryEmbedding(head.config.rope, max_positions=target.max_model_len, device=target.device)
+        self._rope = RotaryEmbedding(
+            head.config.rope, max_positions=target.max_model_len, device=target.device
+        )
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
-        self._output = Linear(head.head_weight.detach(), None, packed=packed and fits_fp16(head.head_weight.detach()))
+        self._output = Linear(
+            head.head_weight.detach(), None, packed=packed and fits_fp16(head.head_weight.detach())
+        )
         _pack_linears(head, packed=packed)
         self._cache = PagedKVCache(
             num_layers=1,
@@ -101,19 +105,24 @@ class Eagle3Drafter:
         hidden = self._catch_up([request.seq for request in requests])
         growths = [_Growth(request, [request.seq.token_ids[-1]]) for request in requests]
         frontiers = [[0]] * len(requests)
-        for depth in range(1, max(request.max_depth for request in requests) + 1):
-            frontiers, rows = self._expand(growths, frontiers, hidden, depth)
-            if depth == max(request.max_depth for request in requests) or not any(frontiers):
-                break
-            active = [index for index, frontier in enumerate(frontiers) if frontier and depth < requests[index].max_depth]
-            frontiers = [frontier if index in active else [] for index, frontier in enumerate(frontiers)]
-            if not active:
+        deepest = max(request.max_depth for request in requests)
+        for depth in range(1, deepest + 1):
+            frontiers, rows = self._expand(growths, frontiers, hidden)
+            frontiers = [
+                frontier if depth < request.max_depth else []
+                for frontier, request in zip(frontiers, requests, strict=True)
+            ]
+            if not any(frontiers):
                 break
             hidden = self._grow_rows(growths, frontiers, hidden, rows)
         return [_prune(growth) for growth in growths]
 
     def _catch_up(self, sequences: list[Sequence]) -> Tensor:
-        """Compute the rows whose true states are new; returns the last row's output per sequence [seqs, hidden]."""
+        """Compute the rows whose true states are new.
+
+        Returns:
+            The last row's layer output of every sequence [seqs, hidden].
+        """
         states, tokens, positions, slots, attention = [], [], [], [], []
         last_rows: list[int] = []
         start = 0
@@ -165,12 +174,12 @@ class Eagle3Drafter:
         return self._head.finish(attended, residual)
 
     def _expand(
-        self, growths: list[_Growth], frontiers: list[list[int]], hidden: Tensor, depth: int
+        self, growths: list[_Growth], frontiers: list[list[int]], hidden: Tensor
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Add the best children of every frontier; `hidden` has one row per frontier node, in order.
 
         Returns:
-            The next frontier of each growth (new node ids), and for each of them its parent's row in `hidden`.
+            The next frontier of each growth (new node ids), and each one's parent row in `hidden`.
         """
         width = max(growth.request.top_k for growth in growths)
         log_probs = torch.log_softmax(self._output(self._head.normed(hidden)), dim=-1)

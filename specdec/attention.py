@@ -68,13 +68,6 @@ def _additive(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
-def slot_index(slots: list[int]) -> slice | Tensor:
-    """A slice for consecutive slots (read as a view), an index tensor otherwise (gathered)."""
-    if slots[-1] - slots[0] == len(slots) - 1 and all(slots[i] + 1 == slots[i + 1] for i in range(len(slots) - 1)):
-        return slice(slots[0], slots[-1] + 1)
-    return torch.tensor(slots)
-
-
 def block_slots(block_table: list[int], block_size: int, num_rows: int) -> slice | Tensor:
     """Index of a sequence's first `num_rows` rows, by blocks rather than row by row."""
     blocks = block_table[: -(-num_rows // block_size)]

@@ -50,13 +50,21 @@ class RopeConfig:
             )
         partial = float(merged.pop("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0))
         if partial != 1.0:
-            raise SpecdecError(f"partial_rotary_factor ({partial}) must be 1.0: partial rotation is not supported")
+            raise SpecdecError(
+                f"partial_rotary_factor ({partial}) must be 1.0: partial rotation is not supported"
+            )
         max_positions = int(raw["max_position_embeddings"])
-        original = merged.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+        original = merged.get("original_max_position_embeddings") or raw.get(
+            "original_max_position_embeddings"
+        )
         if original is not None:
             merged["original_max_position_embeddings"] = int(original)
         return cls(
-            rope_type=rope_type, theta=theta, head_dim=head_dim, max_position_embeddings=max_positions, params=merged
+            rope_type=rope_type,
+            theta=theta,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            params=merged,
         )
 
 
@@ -98,7 +106,9 @@ class ModelConfig:
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise SpecdecError(f"target folder ({folder}) has no config.json; give a Hugging Face folder") from error
+            raise SpecdecError(
+                f"target folder ({folder}) has no config.json; give a Hugging Face folder"
+            ) from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise SpecdecError(f"{path} cannot be read as JSON: {error}") from error
         generation = Path(folder) / "generation_config.json"
@@ -119,7 +129,9 @@ class ModelConfig:
         if raw.get("hidden_act", "silu") != "silu":
             raise SpecdecError(f"hidden_act ({raw['hidden_act']!r}) must be 'silu'")
         if raw.get("quantization_config"):
-            raise SpecdecError("a quantised target cannot be served; run `specdec pull` on it to convert its weights")
+            raise SpecdecError(
+                "a quantised target cannot be served; run `specdec pull` on it to convert its weights"
+            )
         heads = int(raw["num_attention_heads"])
         head_dim = int(raw.get("head_dim") or raw["hidden_size"] // heads)
         layers = int(raw["num_hidden_layers"])
@@ -184,7 +196,8 @@ class SpecConfig:
         _check_range("max_nodes", self.max_nodes, 1, 64)
         if self.max_nodes < self.max_depth:
             raise SpecdecError(
-                f"max_nodes ({self.max_nodes}) must be at least max_depth ({self.max_depth}); lower --max-depth"
+                f"max_nodes ({self.max_nodes}) must be at least max_depth ({self.max_depth}); "
+                "lower --max-depth"
             )
         _check_range("ngram_max", self.ngram_max, 1, 16)
         _check_range("ngram_min", self.ngram_min, 1, self.ngram_max)

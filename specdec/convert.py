@@ -31,7 +31,13 @@ _READY_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 # transformers reads their files with GPT-2's pattern alone, which joins "\n\n1" and "  2" otherwise
 _DIGITS_APART = frozenset({"codeshell", "command-r", "exaone", "minerva", "refact", "smollm", "starcoder"})
 _GPT2_PATTERN = frozenset({"gpt-2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"})
-_TOKENIZER_FIELDS = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+_SPECIAL_FIELDS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+_TOKENIZER_FIELDS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", *_SPECIAL_FIELDS.values())
 _READ_ERRORS = (ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError, NotImplementedError)
 
 
@@ -90,11 +96,13 @@ class GgufFacts:
         types: Type names of its matrices.
         tokenizer: Kind of its tokenizer; ``gpt2`` is byte-level BPE.
         pre_tokenizer: Name of the way text is cut before the merges, null if the file gives none.
+        special_ids: Ids of the special tokens, by transformers' name for each.
     """
 
     types: frozenset[str]
     tokenizer: str | None
     pre_tokenizer: str | None
+    special_ids: dict[str, int]
 
 
 def check_gguf(path: Path) -> GgufFacts:
@@ -118,9 +126,12 @@ def check_gguf(path: Path) -> GgufFacts:
         ) from error
     if cut or not tensors:
         raise SpecdecError(f"{path} is truncated: {size} bytes do not hold all its tensors; fetch it again")
-    kind, pre = (named.get(name) for name in _TOKENIZER_FIELDS)
-    types = frozenset(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
-    return GgufFacts(types=types, tokenizer=kind, pre_tokenizer=pre)
+    return GgufFacts(
+        types=frozenset(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1),
+        tokenizer=named.get("tokenizer.ggml.model"),
+        pre_tokenizer=named.get("tokenizer.ggml.pre"),
+        special_ids={token: int(named[field]) for token, field in _SPECIAL_FIELDS.items() if field in named},
+    )
 
 
 def convert_gguf(path: Path, out: Path, say: Say) -> None:
@@ -197,17 +208,23 @@ def _convert_with_transformers(
         quantiser.remove_quantization_config(model)
     model.to(dtype).save_pretrained(out)
     if facts is not None:
-        _mend_pre_tokenizer(tokenizer, facts, origin.name, say)
+        _mend_tokenizer(tokenizer, facts, origin.name, say)
     tokenizer.save_pretrained(out)
 
 
-def _mend_pre_tokenizer(tokenizer: Any, facts: GgufFacts, name: str, say: Say) -> None:
-    """Cut text before the merges as the file's tokenizer was trained to, where transformers does not."""
-    from tokenizers import pre_tokenizers
+def _mend_tokenizer(tokenizer: Any, facts: GgufFacts, name: str, say: Say) -> None:
+    """Set what the file says of its tokenizer and transformers does not read, or reads only in some versions."""
+    from tokenizers import decoders, pre_tokenizers
 
+    for token, token_id in facts.special_ids.items():
+        # 5.17 names its default tokens here, which ends answers at another token than the file says
+        setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(token_id))
     if facts.tokenizer != "gpt2":
         return
     core = tokenizer.backend_tokenizer
+    # byte-level text is the bytes of its tokens; 5.17 tidies spaces before punctuation away
+    core.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False
     if facts.pre_tokenizer in _DIGITS_APART:
         core.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence as SequenceOf
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,41 +29,17 @@ from specdec.hub import resolve_target
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.provenance import folder_fingerprint
-from specdec.random_streams import Purpose, RandomStream
+from specdec.random_streams import RandomStream
+from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
 from specdec.runner import ModelRunner, StepOutput
-from specdec.sampling import bad_rows, process_logits, sample
+from specdec.sampling import LazyProbs, greedy_tokens
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence, check_prompt
 from specdec.speculation import SpeculationController
-from specdec.stats import SpecStats
 from specdec.tree import DraftTree, chain_tree
-from specdec.verify import verify_greedy
+from specdec.verify import VerifyResult, verify_coupled, verify_greedy
 
-Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationResult:
-    """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why)."""
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    prompt_token_ids: list[int]
-    seed: int
-    stats: SpecStats
-    error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamPiece:
-    """New tokens and text of request `index`; `result` comes with the last piece."""
-
-    index: int
-    token_ids: list[int]
-    text: str
-    result: GenerationResult | None = None
 
 
 @dataclass
@@ -74,14 +50,14 @@ class StepTimes:
     target: float = 0.0
     verify: float = 0.0
     steps: int = 0
-    extra: dict[str, float] = field(default_factory=dict)
 
 
 class Engine:
     """Continuous-batching text generation with speculative decoding.
 
     Args:
-        target: a Hugging Face folder, or a name that `specdec pull` knows.
+        target: a Hugging Face folder, a name that `specdec pull` knows, or another engine, whose
+            weights are then shared (its KV pool is not).
         draft: None, a drafter spelling for `specdec.drafts` ("ngram", a draft folder, or
             "ngram+FOLDER"), or a drafter built by the caller from the engine's `TargetView`.
         config: sizes and speculation defaults.
@@ -93,33 +69,38 @@ class Engine:
 
     def __init__(
         self,
-        target: str | Path,
+        target: str | Path | Engine,
         draft: str | Path | Callable[[TargetView], Drafter] | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
-        folder = resolve_target(str(target))
-        self.target_folder = folder
+        share: Engine | None = target if isinstance(target, Engine) else None
+        self.config: EngineConfig = config or (share.config if share else EngineConfig())
+        folder: Path = share.target_folder if share else resolve_target(str(target))
+        self.target_folder: Path = folder
         self.model_config = ModelConfig.from_folder(folder)
         limit = self.model_config.max_position_embeddings
         self.max_model_len = self.config.max_model_len or limit
         if self.max_model_len > limit:
             raise SpecdecError(f"max_model_len ({self.max_model_len}) exceeds the target's context ({limit})")
         dtype = DTYPES[self.config.dtype]
-        self.decoder = Decoder(
-            self.model_config,
-            folder,
-            max_model_len=self.max_model_len,
-            dtype=dtype,
-            device=self.config.device,
-            packed=self.config.packed_weights,
-        )
+        if share is not None:
+            if (share.config.dtype, share.config.packed_weights) != (
+                self.config.dtype,
+                self.config.packed_weights,
+            ):
+                raise SpecdecError("an engine that shares a target must use its dtype and packed_weights")
+            self.decoder: Decoder = share.decoder
+        else:
+            self.decoder = Decoder(
+                self.model_config,
+                folder,
+                max_model_len=self.max_model_len,
+                dtype=dtype,
+                device=self.config.device,
+                packed=self.config.packed_weights,
+            )
         self.blocks = BlockManager(self._num_blocks(dtype), self.config.block_size)
-        self.tokenizer: Any = None
-        self._hf = import_module("specdec.hf")
-        if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
-            self.tokenizer = self._hf.load_tokenizer(folder)
-        self.template_hash: str | None = self._hf.template_hash(self.tokenizer) if self.tokenizer is not None else None
+        self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.drafter = self._make_drafter(draft)
         scratch = self.drafter.scratch_rows(self.config.spec) if self.drafter else 0
         self.scheduler = Scheduler(self.config, self.blocks, scratch)
@@ -155,7 +136,7 @@ class Engine:
                 self.step()
         finally:
             self._abort(sequences)
-        return [self._result(seq) for seq in sequences]
+        return [result_of(seq) for seq in sequences]
 
     def stream(
         self,
@@ -175,7 +156,7 @@ class Engine:
                     text = seq.detokenizer.stable_text(finished=seq.is_finished)
                     if not seq.is_finished and seq.num_output == tokens:
                         continue
-                    result = self._result(seq) if seq.is_finished else None
+                    result = result_of(seq) if seq.is_finished else None
                     sent[index] = (seq.num_output, len(text))
                     yield StreamPiece(
                         index=index, token_ids=seq.output_ids[tokens:], text=text[characters:], result=result
@@ -197,14 +178,10 @@ class Engine:
         proposed = time.perf_counter()
         output = self.runner.run(plan, trees)
         ran = time.perf_counter()
-        choices = self._target_choices(plan, trees, output)
-        accepted = [
-            verify_greedy(tree, tokens).accepted_nodes if tokens else []
-            for tree, tokens in zip(trees, choices, strict=True)
-        ]
-        self.runner.commit(plan, accepted)
+        results = self._verify(plan, trees, output)
+        self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         for index, share in enumerate(plan):
-            self._commit(share, trees[index], choices[index], accepted[index], output, index)
+            self._commit(share, trees[index], results[index], output.taps, output.row_start[index])
         finished = [share.seq for share in plan if share.seq.is_finished]
         for seq in finished:
             self.scheduler.remove(seq)
@@ -219,24 +196,9 @@ class Engine:
         """Check the KV bookkeeping: every block owned once or free."""
         self.blocks.audit([seq.block_table for seq in [*self.scheduler.running, *self.scheduler.waiting]])
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt in any of its three forms."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise SpecdecError(f"target ({self.target_folder}) has no tokenizer; pass token ids")
-            return list(self.tokenizer(prompt)["input_ids"])
-        items = list(prompt)
-        if items and isinstance(items[0], dict):
-            if self.tokenizer is None:
-                raise SpecdecError(f"target ({self.target_folder}) has no tokenizer; pass token ids")
-            return list(self._hf.render_chat(self.tokenizer, items, add_generation_prompt=True))
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            raise SpecdecError("prompt must be a string, a list of token ids, or a list of chat messages")
-        return [int(item) for item in items]  # type: ignore[call-overload]
-
     def add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Queue one request; `step` works on it."""
-        token_ids = self.encode(prompt)
+        token_ids = self.encoder.encode(prompt)
         check_prompt(token_ids, self.model_config.vocab_size, self.max_model_len)
         max_len = self.max_model_len
         if params.max_tokens is not None:
@@ -249,7 +211,7 @@ class Engine:
                 f"a request of {max_len} tokens does not fit the KV pool of {pool_rows} tokens; "
                 "raise kv_tokens or lower max_tokens"
             )
-        if params.stop and self.tokenizer is None:
+        if params.stop and self.encoder.tokenizer is None:
             raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
         spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
         stop_ids = set(params.stop_token_ids)
@@ -266,7 +228,7 @@ class Engine:
             stream=RandomStream(seed),
             max_len=max_len,
             stop_ids=frozenset(stop_ids),
-            detokenizer=IncrementalDetokenizer(self.tokenizer, token_ids[-8:], params.stop),
+            detokenizer=IncrementalDetokenizer(self.encoder.tokenizer, token_ids[-8:], params.stop),
             controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
         )
         self._next_id += 1
@@ -283,7 +245,9 @@ class Engine:
         else:
             each = list(params)
         if len(each) != len(prompts):
-            raise SpecdecError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one each")
+            raise SpecdecError(
+                f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one each"
+            )
         added: list[Sequence] = []
         try:
             for prompt, chosen in zip(prompts, each, strict=True):
@@ -313,54 +277,51 @@ class Engine:
                 trees[index] = tree
         return trees
 
-    def _target_choices(
+    def _verify(
         self, plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
-    ) -> list[list[int]]:
-        """The target's own next token after every node; [] for a chunk that stops short of the root.
+    ) -> list[VerifyResult | None]:
+        """What each sequence commits; None for a chunk that stops short of the root, or a failed request.
 
         A row of NaN logits ends its own sequence with an error and no other.
         """
-        if not output.logits.shape[0]:
-            return [[] for _ in plan]
-        argmax: list[int] = output.logits.argmax(dim=-1).tolist()
-        bad: list[bool] = bad_rows(output.logits).tolist()
-        choices: list[list[int]] = []
+        argmax, bad = greedy_tokens(output.logits) if output.logits.shape[0] else ([], [])
+        results: list[VerifyResult | None] = []
         for share, tree, start in zip(plan, trees, output.logits_start, strict=True):
-            seq = share.seq
+            seq, rows = share.seq, slice(start, start + tree.num_nodes)
             if start < 0:
-                choices.append([])
-            elif any(bad[start : start + tree.num_nodes]):
+                results.append(None)
+            elif any(bad[rows]):
                 seq.finish("error", "the target produced NaN logits for this request")
-                choices.append([])
+                results.append(None)
             elif seq.params.greedy:
-                choices.append(argmax[start : start + tree.num_nodes])
+                results.append(verify_greedy(tree, argmax[rows]))
             else:
-                choices.append(_sampled_choices(seq, tree, output.logits[start : start + tree.num_nodes]))
-        return choices
+                law = LazyProbs(output.logits[rows], seq.params)
+                results.append(verify_coupled(tree, law, seq.stream, len(seq.token_ids) - 1))
+        return results
 
     def _commit(
         self,
         share: ScheduledSequence,
         tree: DraftTree,
-        choices: list[int],
-        accepted: list[int],
-        output: StepOutput,
-        index: int,
+        result: VerifyResult | None,
+        taps: Tensor | None,
+        row: int,
     ) -> None:
+        """Add a step's tokens to a sequence, up to the first that ends it, and keep its new states."""
         seq = share.seq
-        row = output.row_start[index]
+        accepted = result.accepted_nodes if result else []
         root_row = row + share.num_rows - 1
-        if self.drafter is not None and output.taps is not None and seq.spec is not None:
-            rows = list(range(row, root_row + 1)) + [root_row + node for node in accepted]
-            seq.pending_states.append(output.taps[rows])
+        if taps is not None and seq.spec is not None:
+            seq.pending_states.append(
+                taps[[*range(row, root_row + 1), *(root_row + node for node in accepted)]]
+            )
         was_prefill = share.is_prefill
         seq.num_computed += share.num_rows + len(accepted)
-        if not choices:
+        if result is None:
             return
-        last = accepted[-1] if accepted else 0
-        new_tokens = tree.tokens_of(accepted) + [choices[last]]
         committed = 0
-        for token in new_tokens:
+        for token in [*tree.tokens_of(accepted), result.next_token_id]:
             seq.token_ids.append(token)
             committed += 1
             # a stop wins over the length limit when both fall on the same token
@@ -373,12 +334,7 @@ class Engine:
         if seq.is_finished:
             seq.detokenizer.flush()
         if not was_prefill:
-            seq.stats.record_step(
-                drafted_per_depth=tree.drafted_per_depth,
-                drafted=tree.num_drafted,
-                accepted=len(accepted),
-                committed=committed,
-            )
+            seq.stats.record_step(tree.drafted_per_depth, tree.num_drafted, len(accepted), committed)
             seq.controller.record(tree.num_drafted, committed)
 
     def _make_drafter(self, draft: str | Path | Callable[[TargetView], Drafter] | None) -> Drafter | None:
@@ -389,7 +345,7 @@ class Engine:
             embed_tokens=self.decoder.embed_tokens,
             head_weight=self.decoder.head_weight,
             fingerprint=folder_fingerprint(self.target_folder),
-            template_hash=self.template_hash,
+            template_hash=self.encoder.template_hash,
             num_blocks=self.blocks.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
@@ -413,7 +369,9 @@ class Engine:
             tokens = min(wanted, config.kv_memory_bytes // row_bytes)
         blocks = -(-tokens // size)
         if blocks < 2:
-            raise SpecdecError(f"kv_tokens ({tokens}) must hold at least two blocks of {size}; raise kv_memory_bytes")
+            raise SpecdecError(
+                f"kv_tokens ({tokens}) must hold at least two blocks of {size}; raise kv_memory_bytes"
+            )
         return blocks
 
     def _release_draft(self, seq: Sequence) -> None:
@@ -426,26 +384,3 @@ class Engine:
                 seq.finish("abort")
                 self.scheduler.remove(seq)
                 self._release_draft(seq)
-
-    @staticmethod
-    def _result(seq: Sequence) -> GenerationResult:
-        return GenerationResult(
-            token_ids=seq.output_ids,
-            text=seq.detokenizer.text,
-            finish_reason=seq.finish_reason or "abort",
-            prompt_token_ids=seq.token_ids[: seq.prompt_len],
-            seed=seq.stream.seed,
-            stats=seq.stats,
-            error=seq.error,
-        )
-
-
-def _sampled_choices(seq: Sequence, tree: DraftTree, logits: Tensor) -> list[int]:
-    """A draw from the target at every node, each with the random number of its own position."""
-    probs = process_logits(logits, seq.params)
-    root_position = len(seq.token_ids) - 1
-    return [
-        sample(probs[node], seq.stream.uniform(root_position + depth, Purpose.BONUS)[0])
-        for node, depth in enumerate(tree.depths)
-    ]
-

@@ -70,10 +70,19 @@ class Scheduler:
                 plan.append(share)
                 budget -= 1 + share.max_nodes
         for seq in [seq for seq in self.running if seq.is_prefilling]:
-            if budget > 0 and seq.status is SequenceStatus.RUNNING and (share := self._prefill_share(seq, budget)):
+            if (
+                budget > 0
+                and seq.status is SequenceStatus.RUNNING
+                and (share := self._prefill_share(seq, budget))
+            ):
                 plan.append(share)
                 budget -= share.num_rows
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and not self.preempted:
+        while (
+            self.waiting
+            and budget > 0
+            and len(self.running) < self.config.max_num_seqs
+            and not self.preempted
+        ):
             seq = self.waiting[0]
             # the whole prompt and one more row must fit now, so that an admitted prompt can finish
             if not self.blocks.can_extend(seq.block_table, len(seq.token_ids) + 1):

@@ -64,7 +64,9 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in self.stop):
-            raise SpecdecError(f"stop ({len(self.stop)} entries) must be at most {MAX_STOP_STRINGS} non-empty strings")
+            raise SpecdecError(
+                f"stop ({len(self.stop)} entries) must be at most {MAX_STOP_STRINGS} non-empty strings"
+            )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 1 << 31)
 

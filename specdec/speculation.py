@@ -13,7 +13,14 @@ from specdec.config import SpecConfig
 
 # relative time of a target pass over this many rows of one sequence, one row = 1; measured on
 # 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M, `specdec bench --verify-cost`)
-VERIFY_COST: tuple[tuple[int, float], ...] = ((4, 1.05), (8, 1.45), (12, 1.85), (16, 2.2), (32, 3.6), (64, 6.5))
+VERIFY_COST: tuple[tuple[int, float], ...] = (
+    (4, 1.05),
+    (8, 1.45),
+    (12, 1.85),
+    (16, 2.2),
+    (32, 3.6),
+    (64, 6.5),
+)
 EMA_WEIGHT = 0.15  # about the last dozen steps
 PROBE_EVERY = 24  # steps without speculation before one step tries again
 WARM_UP_STEPS = 4  # steps before the policy may switch off

@@ -64,7 +64,9 @@ class DecoderLayer:
         )
         self.gate_up = make(
             stacked(reader, [f"{name}.weight" for name in mlp], [inner, inner], hidden),
-            stacked_bias(reader, [f"{name}.bias" for name in mlp], [inner, inner]) if config.mlp_bias else None,
+            stacked_bias(reader, [f"{name}.bias" for name in mlp], [inner, inner])
+            if config.mlp_bias
+            else None,
         )
         down = f"{prefix}mlp.down_proj"
         self.down = make(
@@ -82,11 +84,13 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """x [T, hidden] -> the residual stream after this layer [T, hidden]."""
+        """X [T, hidden] -> the residual stream after this layer [T, hidden]."""
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = x.shape[0]
-        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_norm_eps)).view(rows, heads + 2 * kv_heads, dim)
+        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_norm_eps)).view(
+            rows, heads + 2 * kv_heads, dim
+        )
         rotating = qkv[:, : heads + kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             query = rms_norm(qkv[:, :heads], self.q_norm, config.rms_norm_eps)
@@ -94,7 +98,9 @@ class DecoderLayer:
             rotating = torch.cat((query, key), dim=1)
         rotated = apply_rope(rotating, cos, sin)
         store_kv(rotated[:, heads:], qkv[:, heads + kv_heads :], key_cache, value_cache, batch.slots)
-        attended = paged_attention(rotated[:, :heads], key_cache, value_cache, batch.attention, window=self.window)
+        attended = paged_attention(
+            rotated[:, :heads], key_cache, value_cache, batch.attention, window=self.window
+        )
         x = x + self.out(attended)
         gate, up = self.gate_up(rms_norm(x, self.post_norm, config.rms_norm_eps)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -156,7 +162,9 @@ class Decoder:
         """Token embeddings [T, hidden] in the compute dtype."""
         return self.embed_tokens[token_ids].to(self.dtype)
 
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache, boundaries: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, boundaries: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the layers.
 
         Returns:

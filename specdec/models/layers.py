@@ -20,13 +20,15 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.packed = packed
         if packed:
-            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
+            self._packed = torch.ops.quantized.linear_prepack_fp16(
+                weight.float(), None if bias is None else bias.float()
+            )
         else:
             self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
-            return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+            return torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
         return F.linear(x, self.weight, self.bias)
 
 

@@ -29,10 +29,12 @@ class WeightReader:
         elif single.exists():
             files = [single]
         else:
-            raise SpecdecError(f"target folder ({folder}) has no model.safetensors; run `specdec pull` on the model")
+            raise SpecdecError(
+                f"target folder ({folder}) has no model.safetensors; run `specdec pull` on the model"
+            )
         self._where: dict[str, Path] = {}
         for file in files:
-            for name in self._open(file).keys():
+            for name in self._open(file).keys():  # noqa: SIM118  # not a dict
                 self._where[name] = file
 
     def _open(self, file: Path):  # type: ignore[no-untyped-def]  # safetensors ships no types

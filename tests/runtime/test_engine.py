@@ -17,7 +17,16 @@ from specdec.hf import load_hf_model
 from specdec.sequence import SamplingParams
 from specdec.tree import DraftTree, chain_tree, tree_from_paths
 
-PROMPTS = [[7, 3, 9, 20, 5], [40, 41], list(range(2, 60)), [8] * 21, [100, 3, 100, 3, 100, 3], [6], [11, 12, 13], [9, 9]]
+PROMPTS = [
+    [7, 3, 9, 20, 5],
+    [40, 41],
+    list(range(2, 60)),
+    [8] * 21,
+    [100, 3, 100, 3, 100, 3],
+    [6],
+    [11, 12, 13],
+    [9, 9],
+]
 
 
 def generate_naive(folder: Path, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
@@ -43,7 +52,11 @@ class Script:
     boundaries: tuple[int, ...] = ()
 
     def __init__(
-        self, continuations: dict[tuple[int, ...], list[int]], depth: int, pattern: list[int] | None, branches: int = 0
+        self,
+        continuations: dict[tuple[int, ...], list[int]],
+        depth: int,
+        pattern: list[int] | None,
+        branches: int = 0,
     ) -> None:
         self.continuations, self.depth, self.pattern, self.branches = continuations, depth, pattern, branches
         self.calls = 0
@@ -99,7 +112,9 @@ GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_plain_greedy_equals_full_recomputation(tiny_llama: Path, reference: list[list[int]], batch: int) -> None:
+def test_plain_greedy_equals_full_recomputation(
+    tiny_llama: Path, reference: list[list[int]], batch: int
+) -> None:
     engine = Engine(tiny_llama, config=EngineConfig(max_num_seqs=batch, kv_tokens=2048))
     results = engine.generate(PROMPTS, GREEDY)
     assert [result.token_ids for result in results] == reference
@@ -238,10 +253,14 @@ def test_sampled_text_depends_on_the_seed_alone(tiny_llama: Path, reference: lis
         {"kv_tokens": 128, "block_size": 4},
     ):
         engine = Engine(
-            tiny_llama, draft="ngram", config=EngineConfig(**{"kv_tokens": 2048, "spec": spec(6, ngram_min=1), **config})
+            tiny_llama,
+            draft="ngram",
+            config=EngineConfig(**{"kv_tokens": 2048, "spec": spec(6, ngram_min=1), **config}),
         )
         assert [result.token_ids for result in engine.generate(PROMPTS, params)] == texts
-    one = Engine(tiny_llama).generate([PROMPTS[0]] * 10, [SamplingParams(temperature=1.0, seed=s) for s in range(10)])
+    one = Engine(tiny_llama).generate(
+        [PROMPTS[0]] * 10, [SamplingParams(temperature=1.0, seed=s) for s in range(10)]
+    )
     assert len({tuple(result.token_ids) for result in one}) > 1
 
 
@@ -298,4 +317,6 @@ def test_prompts_the_engine_cannot_decode_are_refused_and_leave_nothing_behind(t
             engine.generate([PROMPTS[0], bad])
     assert not engine.scheduler.has_work
     with pytest.raises(SpecdecError, match="kv_tokens"):
-        Engine(tiny_llama, config=EngineConfig(kv_tokens=32)).generate([[5] * 8], SamplingParams(max_tokens=100))
+        Engine(tiny_llama, config=EngineConfig(kv_tokens=32)).generate(
+            [[5] * 8], SamplingParams(max_tokens=100)
+        )

@@ -1,0 +1,68 @@
+"""`specdec bench`: acceptance and speed against no speculation."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.errors import UsageError
+
+
+def bench(
+    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT; may be repeated."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES; may be repeated [default: chain:3]."),
+    ] = None,
+    data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write for each prompt.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampled text.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times every prompt is decoded; medians are used.")] = 1,
+    warm_up: Annotated[int, typer.Option(min=0, help="Uncounted batches before the first.")] = 1,
+    adaptive: Annotated[
+        bool, typer.Option(help="Let a sequence stop speculating while it does not pay, as served.")
+    ] = True,
+    transformers: Annotated[
+        bool, typer.Option(help="Also decode with transformers generate (greedy, one by one).")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
+    ] = None,
+) -> None:
+    """Measure acceptance and speed of drafters against the same engine without speculation.
+
+    All settings decode every prompt in turn (interleaved), on the same weights. Example:
+
+    specdec bench smollm2-135m --draft smollm2-135m --draft ngram --shape chain:3 --shape tree:4x4:15
+    """
+    from specdec.cli.bench_run import BenchPlan, run_bench
+    from specdec.cli.console import emit_json
+
+    if transformers and temperature > 0:
+        raise UsageError("--transformers compares greedy text; leave --temperature at 0")
+    summary = run_bench(
+        BenchPlan(
+            target=target,
+            drafts=draft or [],
+            shapes=shape or ["chain:3"],
+            data=data,
+            limit=limit,
+            max_tokens=max_tokens,
+            batch_size=batch_size,
+            temperature=temperature,
+            seed=seed,
+            repeats=repeats,
+            warm_up=warm_up,
+            adaptive=adaptive,
+            transformers=transformers,
+            out=out,
+        )
+    )
+    emit_json(summary)

@@ -1,0 +1,202 @@
+"""One bench: prompts, settings, the interleaved run, the table and the record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.cli.console import print_table, progress, say
+from specdec.cli.datasets import load_prompts, prompt_file
+from specdec.cli.measure import (
+    PLAIN,
+    BenchPrompt,
+    Decode,
+    Setting,
+    make_decoders,
+    per_prompt,
+    run_interleaved,
+    summarise,
+    transformers_decoder,
+)
+from specdec.cli.shapes import parse_shape
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
+from specdec.errors import SpecdecError
+from specdec.hub import resolve_target
+from specdec.provenance import RunRecord, sha256_file, write_json_atomic
+from specdec.requests import PromptEncoder
+from specdec.sequence import SamplingParams
+from specdec.stats import DEFINITIONS
+
+SCHEMA = "specdec.bench/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPlan:
+    """What to measure; the fields are the options of `specdec bench`."""
+
+    target: str
+    drafts: list[str]
+    shapes: list[str]
+    data: str
+    limit: int | None
+    max_tokens: int
+    batch_size: int
+    temperature: float
+    seed: int
+    repeats: int
+    warm_up: int
+    adaptive: bool
+    transformers: bool
+    out: Path | None
+
+
+def bench_prompts(encoder: PromptEncoder, data: str, limit: int | None) -> list[BenchPrompt]:
+    """First turns of a prompt set, rendered with the target's chat template."""
+    prompts = load_prompts(data)[:limit]
+    return [
+        BenchPrompt(
+            id=prompt.id,
+            category=prompt.category,
+            token_ids=encoder.encode([{"role": "user", "content": prompt.turns[0]}]),
+        )
+        for prompt in prompts
+    ]
+
+
+def settings_of(plan: BenchPlan) -> list[Setting]:
+    """Plain decoding and every drafter in every shape."""
+    base = SpecConfig(adaptive=plan.adaptive)
+    settings = [Setting(name=PLAIN, draft=None, spec=None)]
+    for draft in plan.drafts:
+        for shape in plan.shapes:
+            settings.append(Setting(name=f"{draft} {shape}", draft=draft, spec=parse_shape(shape, base)))
+    if len({setting.name for setting in settings}) != len(settings):
+        raise SpecdecError("--draft and --shape must not name the same setting twice")
+    return settings
+
+
+def run_bench(plan: BenchPlan) -> dict[str, Any]:
+    """Measure, print the table, write `--out`; returns the summary for the JSON line."""
+    settings = settings_of(plan)
+    if plan.out is not None:
+        _check_writable(plan.out)
+    params = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=plan.max_tokens)
+    folder = resolve_target(plan.target)
+    encoder = PromptEncoder(folder)
+    prompts = bench_prompts(encoder, plan.data, plan.limit)
+    engine, decoders = make_decoders(
+        str(folder),
+        settings,
+        params,
+        batch_size=plan.batch_size,
+        max_prompt=max(len(prompt.token_ids) for prompt in prompts),
+        engine_config=EngineConfig(),
+    )
+    if plan.transformers:
+        decoders["transformers"] = transformers_decoder(str(folder), params)
+    with progress("prompts", plan.repeats * len(prompts)) as bar:
+        results = run_interleaved(
+            decoders,
+            prompts,
+            batch_size=plan.batch_size,
+            repeats=plan.repeats,
+            warm_up=plan.warm_up,
+            on_progress=bar.update,
+        )
+    figures = [summarise(name, results, prompts) for name in decoders]
+    _print(plan, figures, engine)
+    summary = {"schema": SCHEMA, "target": plan.target, "data": plan.data, "settings": figures}
+    if plan.out is not None:
+        write_json_atomic(
+            plan.out, {**summary, **_details(plan, decoders, results, prompts, encoder, engine)}
+        )
+        say(f"written: {plan.out}")
+    return summary
+
+
+def _details(
+    plan: BenchPlan,
+    decoders: dict[str, Decode],
+    results: dict[str, Any],
+    prompts: list[BenchPrompt],
+    encoder: PromptEncoder,
+    engine: Engine,
+) -> dict[str, Any]:
+    record = RunRecord.collect(
+        dtype=engine.config.dtype,
+        seeds={"sampling": plan.seed},
+        template_hash=encoder.template_hash,
+        data_hash=sha256_file(prompt_file(plan.data)),
+        defaults={
+            "max_tokens": plan.max_tokens,
+            "batch_size": plan.batch_size,
+            "temperature": plan.temperature,
+            "repeats": plan.repeats,
+            "warm_up_batches": plan.warm_up,
+            "adaptive": plan.adaptive,
+            "shapes": plan.shapes,
+            "threads": torch.get_num_threads(),
+            "packed_matrices": engine.decoder.num_packed,
+            "plain_matrices": engine.decoder.num_plain,
+        },
+    )
+    return {
+        "run": record.to_dict(),
+        "definitions": DEFINITIONS,
+        "per_prompt": {name: per_prompt(name, results, prompts) for name in decoders},
+    }
+
+
+def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> None:
+    rows = []
+    for one in figures:
+        acceptance = one["acceptance"]
+        rows.append(
+            [
+                one["setting"],
+                acceptance["acceptance_length"],
+                _interval(acceptance["acceptance_length_interval"]),
+                acceptance["acceptance_rate"],
+                one["tokens_per_second"],
+                one.get("speedup"),
+                _interval(one.get("speedup_interval")),
+                f"{one['identical']}/{one['prompts']}" if "identical" in one else None,
+            ]
+        )
+    title = (
+        f"{plan.target}, {plan.data}, {figures[0]['prompts']} prompts x {plan.max_tokens} tokens, batch "
+        f"{plan.batch_size}, {engine.config.dtype}, {torch.get_num_threads()} threads; speedup and identical "
+        "against plain; 95 % intervals over prompts"
+    )
+    columns = [
+        "setting",
+        "accept length",
+        "interval",
+        "accept rate",
+        "tokens/s",
+        "speedup",
+        "interval",
+        "identical",
+    ]
+    print_table(title, columns, rows)
+
+
+def _interval(bounds: tuple[float, float] | None) -> str | None:
+    return None if bounds is None else f"{bounds[0]:.2f}..{bounds[1]:.2f}"
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse an unwritable --out before minutes of measuring."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise SpecdecError(f"--out ({path}) must be a file in an existing folder")
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise SpecdecError(f"--out ({path}) cannot be written: {error.strerror}") from error
+    if path.stat().st_size == 0:
+        path.unlink()

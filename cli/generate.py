@@ -1,0 +1,64 @@
+"""`specdec generate`: one prompt, a file of prompts, or a chat at the terminal."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.errors import UsageError
+
+
+def generate(
+    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    draft: Annotated[
+        str | None, typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="One user message; without it, a chat.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt set by name, or a .jsonl / .txt file, one answer each.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the answers of --prompts here (JSONL).")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
+    shape: Annotated[str, typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES.")] = "chain:3",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the most probable tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampled text [default: a fresh one].")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of --prompts.")] = None,
+) -> None:
+    """Write text with a target and a draft; the text is the target's own.
+
+    Example: specdec generate smollm2-135m --draft smollm2-135m --prompt "Why is the sky blue?"
+    """
+    from specdec.cli.generation import GenerationPlan, answer_file, answer_one, chat
+    from specdec.cli.shapes import parse_shape
+    from specdec.sequence import SamplingParams
+
+    if prompt is not None and prompts is not None:
+        raise UsageError("--prompt and --prompts exclude each other; give one of them")
+    if out is not None and prompts is None:
+        raise UsageError("--out needs --prompts")
+    plan = GenerationPlan(
+        target=target,
+        draft=draft,
+        spec=parse_shape(shape),
+        params=SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+        ),
+        raw=raw,
+        batch_size=batch_size,
+    )
+    if prompts is not None:
+        answer_file(plan, prompts, limit, out)
+    elif prompt is not None:
+        answer_one(plan, prompt)
+    else:
+        chat(plan)

@@ -1,0 +1,156 @@
+"""The three ways of `specdec generate`: one answer streamed, a file of answers, a chat."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.console import emit_json, progress, say
+from specdec.cli.datasets import load_prompts
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
+from specdec.errors import SpecdecError
+from specdec.requests import GenerationResult, Prompt
+from specdec.sequence import SamplingParams
+from specdec.stats import SpecStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """Target, draft and how to sample; the fields are the options of `specdec generate`."""
+
+    target: str
+    draft: str | None
+    spec: SpecConfig
+    params: SamplingParams
+    raw: bool
+    batch_size: int
+
+    def engine(self, max_num_seqs: int) -> Engine:
+        config = EngineConfig(max_num_seqs=max_num_seqs, spec=self.spec)
+        return Engine(self.target, draft=self.draft, config=config)
+
+    def as_prompt(self, text: str) -> Prompt:
+        return text if self.raw else [{"role": "user", "content": text}]
+
+
+def answer_one(plan: GenerationPlan, text: str) -> None:
+    """Stream one answer to stdout, then the JSON line."""
+    result, seconds = _stream(plan.engine(1), plan, plan.as_prompt(text))
+    print(flush=True)
+    emit_json(_summary([result], seconds, plan))
+
+
+def chat(plan: GenerationPlan) -> None:
+    """Talk with the target until end of input."""
+    if plan.raw:
+        raise SpecdecError("--raw needs --prompt or --prompts: a chat uses the target's template")
+    engine = plan.engine(1)
+    messages: list[dict[str, str]] = []
+    results: list[GenerationResult] = []
+    seconds = 0.0
+    say("a chat; end with Ctrl-D")
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        result, taken = _stream(engine, plan, messages)
+        print(flush=True)
+        length = result.stats.acceptance_length
+        speed = len(result.token_ids) / taken
+        note = "" if length is None else f", acceptance length {length:.2f}"
+        say(f"[{len(result.token_ids)} tokens, {speed:.1f} tokens/s{note}]")
+        messages.append({"role": "assistant", "content": result.text})
+        results.append(result)
+        seconds += taken
+    emit_json(_summary(results, seconds, plan))
+
+
+def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path | None) -> None:
+    """Answer every prompt of a set; records go to `out`, or as text to stdout."""
+    prompts = load_prompts(source)[:limit]
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise SpecdecError(f"--out ({out}) must be a file in an existing folder")
+    engine = plan.engine(plan.batch_size)
+    results: list[GenerationResult] = []
+    started = time.perf_counter()
+    with progress("answers", len(prompts)) as bar:
+        for start in range(0, len(prompts), plan.batch_size):
+            batch = prompts[start : start + plan.batch_size]
+            results += engine.generate([plan.as_prompt(prompt.turns[0]) for prompt in batch], plan.params)
+            bar.update(len(results))
+    seconds = time.perf_counter() - started
+    records = [
+        {"id": prompt.id, "text": result.text, "finish_reason": result.finish_reason, **_counts(result)}
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    if out is None:
+        for record in records:
+            print(f"== {record['id']}\n{record['text']}\n")
+    else:
+        part = out.with_name(out.name + ".part")
+        try:
+            part.write_text(
+                "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8"
+            )
+            part.replace(out)
+        except OSError as error:
+            raise SpecdecError(f"--out ({out}) cannot be written: {error.strerror}") from error
+    emit_json(_summary(results, seconds, plan))
+
+
+def _stream(engine: Engine, plan: GenerationPlan, prompt: Prompt) -> tuple[GenerationResult, float]:
+    started = time.perf_counter()
+    result: GenerationResult | None = None
+    for piece in engine.stream([prompt], replace(plan.params)):
+        print(piece.text, end="", flush=True)
+        result = piece.result or result
+    assert result is not None, "a stream ended without its result"
+    if result.error:
+        raise SpecdecError(result.error)
+    return result, time.perf_counter() - started
+
+
+def _counts(result: GenerationResult) -> dict[str, Any]:
+    stats = result.stats
+    return {
+        "prompt_tokens": len(result.prompt_token_ids),
+        "completion_tokens": len(result.token_ids),
+        "seed": result.seed,
+        "verify_steps": stats.verify_steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "committed": stats.committed,
+        "acceptance_length": stats.acceptance_length,
+    }
+
+
+def _summary(results: list[GenerationResult], seconds: float, plan: GenerationPlan) -> dict[str, Any]:
+    total = SpecStats()
+    for result in results:
+        total.add(result.stats)
+    tokens = sum(len(result.token_ids) for result in results)
+    summary: dict[str, Any] = {
+        "target": plan.target,
+        "draft": plan.draft,
+        "answers": len(results),
+        "completion_tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
+        "verification": "exact",
+        **{key: total.to_dict()[key] for key in ("verify_steps", "drafted", "accepted", "committed")},
+        "acceptance_length": total.acceptance_length,
+    }
+    if len(results) == 1:
+        summary["seed"] = results[0].seed
+        summary["finish_reason"] = results[0].finish_reason
+    return summary

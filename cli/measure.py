@@ -1,0 +1,234 @@
+"""Acceptance and speed of several settings on the same prompts, interleaved. The work behind `specdec bench`.
+
+Every batch of prompts is decoded by every setting before the next batch, in an order that turns
+round from batch to batch, so that a machine whose speed drifts treats all settings alike. The plain
+setting (no speculation, same engine, same weights) is always measured beside the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.cli.bootstrap import ratio_interval
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
+from specdec.sequence import SamplingParams
+from specdec.stats import SpecStats
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPrompt:
+    """One prompt as token ids, with its name in the data set."""
+
+    id: str
+    category: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way of decoding: a drafter's spelling and how it speculates; None is plain decoding."""
+
+    name: str
+    draft: str | None
+    spec: SpecConfig | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One prompt under one setting. `seconds` is the batch's time divided by its number of prompts."""
+
+    token_ids: list[int]
+    seconds: float
+    stats: SpecStats
+
+
+Decode = Callable[[Sequence[BenchPrompt]], list[Measured]]
+
+
+def engine_decoder(engine: Engine, params: Sequence[SamplingParams] | SamplingParams) -> Decode:
+    """Decode a batch with an engine."""
+
+    def decode(batch: Sequence[BenchPrompt]) -> list[Measured]:
+        started = time.perf_counter()
+        results = engine.generate([prompt.token_ids for prompt in batch], params)
+        seconds = (time.perf_counter() - started) / len(batch)
+        return [Measured(token_ids=r.token_ids, seconds=seconds, stats=r.stats) for r in results]
+
+    return decode
+
+
+def transformers_decoder(folder: str, params: SamplingParams) -> Decode:
+    """Decode prompts one after the other with `transformers` `generate` (fp32, eager, greedy)."""
+    import torch
+
+    from specdec.hf import load_hf_model
+
+    model = load_hf_model(folder)
+    eos = None if not params.ignore_eos else -1
+
+    def decode(batch: Sequence[BenchPrompt]) -> list[Measured]:
+        measured = []
+        for prompt in batch:
+            ids = torch.tensor([prompt.token_ids])
+            options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
+            if eos is not None:
+                options["eos_token_id"] = eos
+            started = time.perf_counter()
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            seconds = time.perf_counter() - started
+            tokens = output[0, len(prompt.token_ids) :].tolist()
+            measured.append(Measured(token_ids=tokens, seconds=seconds, stats=SpecStats()))
+        return measured
+
+    return decode
+
+
+def run_interleaved(
+    decoders: dict[str, Decode],
+    prompts: Sequence[BenchPrompt],
+    *,
+    batch_size: int,
+    repeats: int,
+    warm_up: int,
+    on_progress: Callable[[int, str], None],
+) -> dict[str, list[list[Measured]]]:
+    """Decode every prompt with every decoder, `repeats` times.
+
+    Returns:
+        Per decoder one list of repeats for every prompt, in prompt order.
+    """
+    names = list(decoders)
+    results: dict[str, list[list[Measured]]] = {name: [[] for _ in prompts] for name in names}
+    batches = [range(i, min(i + batch_size, len(prompts))) for i in range(0, len(prompts), batch_size)]
+    for _ in range(warm_up):
+        for name in names:
+            decoders[name]([prompts[i] for i in batches[0]])
+    done = 0
+    for repeat in range(repeats):
+        for turn, batch in enumerate(batches):
+            shift = (turn + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                measured = decoders[name]([prompts[i] for i in batch])
+                for index, one in zip(batch, measured, strict=True):
+                    results[name][index].append(one)
+            done += len(batch)
+            on_progress(done, f"repeat {repeat + 1} of {repeats}")
+    return results
+
+
+def summarise(
+    name: str, results: dict[str, list[list[Measured]]], prompts: Sequence[BenchPrompt], baseline: str = PLAIN
+) -> dict[str, Any]:
+    """Figures of one setting; speedup and identity against `baseline`, paired by prompt."""
+    mine = results[name]
+    # tokens and counts are those of the first repeat (greedy text repeats; sampled text is seeded)
+    first = [repeats[0] for repeats in mine]
+    seconds = [_median([one.seconds for one in repeats]) for repeats in mine]
+    total = SpecStats()
+    for one in first:
+        total.add(one.stats)
+    tokens = sum(len(one.token_ids) for one in first)
+    figures: dict[str, Any] = {
+        "setting": name,
+        "prompts": len(prompts),
+        "tokens": tokens,
+        "tokens_per_second": tokens / sum(seconds),
+        "acceptance": {
+            **total.to_dict(),
+            "acceptance_length_interval": _length_interval(first),
+            "acceptance_length_by_category": _by_category(first, prompts),
+        },
+    }
+    if name != baseline:
+        base = results[baseline]
+        base_seconds = [_median([one.seconds for one in repeats]) for repeats in base]
+        same = [one.token_ids == other[0].token_ids for one, other in zip(first, base, strict=True)]
+        # time per token, so that two texts of different length (sampled, or an end token) compare fairly
+        base_rate = [s / len(r[0].token_ids) for s, r in zip(base_seconds, base, strict=True)]
+        my_rate = [s / len(one.token_ids) for s, one in zip(seconds, first, strict=True)]
+        figures["speedup"] = sum(base_rate) / sum(my_rate)
+        figures["speedup_interval"] = ratio_interval(base_rate, my_rate)
+        figures["speedup_by_category"] = _speedup_by_category(base_rate, my_rate, prompts)
+        figures["identical"] = sum(same)
+    return figures
+
+
+def per_prompt(
+    name: str, results: dict[str, list[list[Measured]]], prompts: Sequence[BenchPrompt]
+) -> list[dict[str, Any]]:
+    """One record a prompt, for the report's details."""
+    return [
+        {
+            "id": prompt.id,
+            "category": prompt.category,
+            "tokens": len(repeats[0].token_ids),
+            "seconds": [round(one.seconds, 4) for one in repeats],
+            "verify_steps": repeats[0].stats.verify_steps,
+            "committed": repeats[0].stats.committed,
+            "accepted": repeats[0].stats.accepted,
+            "drafted": repeats[0].stats.drafted,
+        }
+        for prompt, repeats in zip(prompts, results[name], strict=True)
+    ]
+
+
+def make_decoders(
+    target: str,
+    settings: Sequence[Setting],
+    params: SamplingParams,
+    *,
+    batch_size: int,
+    max_prompt: int,
+    engine_config: EngineConfig,
+) -> tuple[Engine, dict[str, Decode]]:
+    """Engines for every setting, all on one set of target weights."""
+    longest = max_prompt + (params.max_tokens or 0)
+    config = replace(
+        engine_config,
+        max_num_seqs=batch_size,
+        kv_tokens=batch_size * (longest + 2 * engine_config.block_size + 64),
+    )
+    plain = Engine(target, config=config)
+    decoders: dict[str, Decode] = {}
+    for setting in settings:
+        if setting.draft is None:
+            decoders[setting.name] = engine_decoder(plain, params)
+            continue
+        assert setting.spec is not None, "a drafter needs speculation settings"
+        engine = Engine(plain, draft=setting.draft, config=replace(config, spec=setting.spec))
+        decoders[setting.name] = engine_decoder(engine, params)
+    return plain, decoders
+
+
+def _median(values: list[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _length_interval(first: list[Measured]) -> tuple[float, float] | None:
+    with_steps = [one.stats for one in first if one.stats.verify_steps]
+    return ratio_interval([s.committed for s in with_steps], [s.verify_steps for s in with_steps])
+
+
+def _by_category(first: list[Measured], prompts: Sequence[BenchPrompt]) -> dict[str, float | None]:
+    groups: dict[str, SpecStats] = {}
+    for one, prompt in zip(first, prompts, strict=True):
+        groups.setdefault(prompt.category, SpecStats()).add(one.stats)
+    return {category: stats.acceptance_length for category, stats in groups.items()}
+
+
+def _speedup_by_category(
+    base: list[float], mine: list[float], prompts: Sequence[BenchPrompt]
+) -> dict[str, float]:
+    groups: dict[str, tuple[float, float]] = {}
+    for base_rate, my_rate, prompt in zip(base, mine, prompts, strict=True):
+        above, below = groups.get(prompt.category, (0.0, 0.0))
+        groups[prompt.category] = (above + base_rate, below + my_rate)
+    return {category: above / below for category, (above, below) in groups.items()}

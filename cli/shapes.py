@@ -1,0 +1,35 @@
+"""How a user spells a tree's shape on the command line: `chain:4`, `tree:5x4:16`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specdec.config import SpecConfig
+from specdec.errors import SpecdecError, UsageError
+
+SPELLING = "chain:DEPTH or tree:DEPTHxTOP_K:NODES"
+
+
+def parse_shape(text: str, base: SpecConfig | None = None) -> SpecConfig:
+    """Speculation settings of a spelled shape; the other fields are those of `base`.
+
+    Raises:
+        UsageError: not a shape, or numbers out of range.
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in ("chain", "tree"):
+        raise UsageError(f"--shape ({text}) must be {SPELLING}")
+    try:
+        if kind == "chain":
+            depth, top_k = int(rest), 1
+            nodes = depth
+        else:
+            grown, _, count = rest.partition(":")
+            left, _, right = grown.partition("x")
+            depth, top_k, nodes = int(left), int(right), int(count)
+    except ValueError as error:
+        raise UsageError(f"--shape ({text}) must be {SPELLING}, with whole numbers") from error
+    try:
+        return replace(base or SpecConfig(), max_depth=depth, top_k=top_k, max_nodes=nodes)
+    except SpecdecError as error:
+        raise UsageError(f"--shape ({text}): {error}") from error

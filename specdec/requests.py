@@ -1,0 +1,88 @@
+"""What a caller gives and gets: prompts in three forms, results, pieces of a stream.
+
+Owns how a prompt becomes token ids (the target's own tokenizer and chat template, `specdec.hf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError
+from specdec.hf import load_tokenizer, render_chat, template_hash
+from specdec.sequence import Sequence
+from specdec.stats import SpecStats
+
+Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    prompt_token_ids: list[int]
+    seed: int
+    stats: SpecStats
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPiece:
+    """New tokens and text of request `index`; `result` comes with the last piece."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    result: GenerationResult | None = None
+
+
+class PromptEncoder:
+    """The target's tokenizer, where it has one, and what needs it.
+
+    Args:
+        folder: the target's folder; without tokenizer files only token ids can be given.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        has_files = (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists()
+        self.tokenizer: Any = load_tokenizer(folder) if has_files else None
+        self.template_hash: str | None = template_hash(self.tokenizer) if has_files else None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a string, of a chat (rendered with the target's template), or as given.
+
+        Raises:
+            SpecdecError: text for a target without tokenizer, or something that is no prompt.
+        """
+        if isinstance(prompt, str):
+            return list(self._need()(prompt)["input_ids"])
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], dict):
+            return list(render_chat(self._need(), items, add_generation_prompt=True))
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise SpecdecError("prompt must be a string, a list of token ids, or a list of chat messages")
+        return [int(item) for item in items]
+
+    def _need(self) -> Any:
+        if self.tokenizer is None:
+            raise SpecdecError(f"target ({self.folder}) has no tokenizer; pass token ids")
+        return self.tokenizer
+
+
+def result_of(seq: Sequence) -> GenerationResult:
+    """The result of a finished sequence."""
+    return GenerationResult(
+        token_ids=seq.output_ids,
+        text=seq.detokenizer.text,
+        finish_reason=seq.finish_reason or "abort",
+        prompt_token_ids=seq.token_ids[: seq.prompt_len],
+        seed=seq.stream.seed,
+        stats=seq.stats,
+        error=seq.error,
+    )
