@@ -193,6 +193,7 @@ def train_draft(
     summary = {
         "target_fingerprint": fingerprint,
         "template_hash": template_hash(tokenizer),
+        "data": str(data),
         "boundaries": list(boundaries),
         "steps": outcome.steps,
         "complete": outcome.complete,

@@ -80,9 +80,10 @@ class Objective(nn.Module):
         own = self.head.config.lm_head == "own"
         teacher = Teacher(batch.final, batch.log_norm, self.teacher_rows, self.draft_ids[batch.argmax.long()])
         options = LossOptions(self.config.loss, self.config.loss_chunk_rows, self.compute_dtype, measure)
-        return unrolled_loss(
-            self.head, batch, teacher, self.head.head_weight if own else self.student_rows, options
-        )
+        weight = self.head.head_weight if own else self.student_rows
+        mixed = self.compute_dtype == torch.bfloat16
+        with torch.autocast(batch.final.device.type, dtype=torch.bfloat16, enabled=mixed):
+            return unrolled_loss(self.head, batch, teacher, weight, options)
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -124,7 +125,8 @@ class Trainer:
         self.config, self.folder, self.contract = config, folder, dict(contract)
         self.sequences, self.source = sequences, source
         self.report, self.on_evaluate = report, on_evaluate
-        self.accelerator = Accelerator(mixed_precision="bf16" if config.compute_dtype == "bfloat16" else "no")
+        # the objective does its own casting: accelerate fixes one precision for the life of a process.
+        self.accelerator = Accelerator(mixed_precision="no")
         if self.accelerator.num_processes != 1:
             raise SpecdecError(
                 f"num_processes ({self.accelerator.num_processes}) must be 1: training on several "
