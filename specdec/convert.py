@@ -213,7 +213,7 @@ def _convert_with_transformers(
 
 
 def _mend_tokenizer(tokenizer: Any, facts: GgufFacts, name: str, say: Say) -> None:
-    """Set what the file says of its tokenizer and transformers does not read, or reads only in some versions."""
+    """Set what the file says of its tokenizer and some versions of transformers do not read."""
     from tokenizers import decoders, pre_tokenizers
 
     for token, token_id in facts.special_ids.items():

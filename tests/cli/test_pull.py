@@ -51,6 +51,8 @@ def test_a_gguf_becomes_an_fp16_folder_that_transformers_loads(tiny_gguf: Path) 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert tokenizer.chat_template
+    assert tokenizer.eos_token == "<|eot|>"
+    assert tokenizer.decode(tokenizer.encode("a , b .  c")) == "a , b .  c"
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
     assert resolve_target("tiny") == folder
