@@ -38,6 +38,7 @@ import typer
 
 from specdec import __version__
 from specdec.cli.bench import bench
+from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
@@ -63,6 +64,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "generate": generate,
     "bench": bench,
+    "demo": demo,
 }
 for _name, _function in _COMMANDS.items():
     app.command(_name)(_function)

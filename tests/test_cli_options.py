@@ -18,6 +18,21 @@ OPTIONS: dict[str, str] = {
         "prompts --target --out --max-tokens --max-prompt-tokens --total-tokens --limit --temperature "
         "--top-p --seed --order --batch-size"
     ),
+    "train": (
+        "target --layers --data --out --states-cache --init-from --draft-vocab-size --intermediate- "
+        "size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending --unroll --loss "
+        "--prompt-rows --depth-sampling --epochs --steps --max-hours --batch-tokens --lr --seed "
+        "--dtype --save-dtype --target-dtype --max-length --eval-sequences --eval-depth --eval-every "
+        "--save-every --resume"
+    ),
+    "generate": (
+        "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
+        "--top-p --seed --stop --batch-size --limit"
+    ),
+    "bench": (
+        "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
+        "--repeats --warm-up --adaptive --transformers --out"
+    ),
 }
 # modules that cost seconds, or that only a running command needs
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "huggingface_hub", "rich")
