@@ -19,8 +19,8 @@ OPTIONS: dict[str, str] = {
         "--top-p --seed --order --batch-size"
     ),
     "train": (
-        "target --layers --data --out --states-cache --init-from --draft-vocab-size --intermediate- "
-        "size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending --unroll --loss "
+        "target --layers --data --out --states-cache --init-from --draft-vocab-size "
+        "--intermediate-size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending --unroll --loss "
         "--prompt-rows --depth-sampling --epochs --steps --max-hours --batch-tokens --lr --seed "
         "--dtype --save-dtype --target-dtype --max-length --eval-sequences --eval-depth --eval-every "
         "--save-every --resume"
@@ -34,6 +34,7 @@ OPTIONS: dict[str, str] = {
         "--repeats --warm-up --adaptive --transformers --out"
     ),
 }
+
 # modules that cost seconds, or that only a running command needs
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "huggingface_hub", "rich")
 
