@@ -50,6 +50,9 @@ def train(
         bool, typer.Option(help="Start with queries equal to keys.")
     ] = DEFAULT.self_attending,
     unroll: Annotated[int, typer.Option(help="Unroll steps of the training-time test.")] = DEFAULT.unroll,
+    step_weight: Annotated[
+        float, typer.Option(help="Weight of unroll step j is this to the power j.")
+    ] = DEFAULT.step_weight,
     loss: Annotated[str, typer.Option(help="kl, lk or lk-mix.")] = DEFAULT.loss,
     prompt_rows: Annotated[
         bool, typer.Option(help="Also train on prompt positions, against the target's own law there.")
@@ -100,6 +103,7 @@ def train(
         init=cast(Any, init),
         self_attending=self_attending,
         unroll=unroll,
+        step_weight=step_weight,
         loss=cast(Any, loss),
         prompt_rows=prompt_rows,
         depth_sampling=depth_sampling,

@@ -16,9 +16,12 @@ from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.vocab import DraftVocab
 from specdec.errors import SpecdecError
 from specdec.hf import decoder_layers, final_norm, num_decoder_layers, output_head
-from specdec.train.config import TrainConfig
+from specdec.train.config import Init, TrainConfig
 
 RANDOM_STD = 0.02
+# keys of a self-attending start: with queries equal to keys and unit-scale inputs, a row's score for itself
+# is about 9 at hidden 576 and head_dim 64, which outweighs a few hundred other rows.
+SELF_KEY_STD = 0.031
 
 
 def head_config(
@@ -70,10 +73,13 @@ def build_head(
     embed = model.get_input_embeddings().weight.detach().cpu()
     head = Eagle3Head(shape, vocab, embed, weight).float()
     _random(head, config.seed)
+    with torch.no_grad():
+        # output rows are made for states at this scale; from one, Adam would need many steps to find it.
+        head.norm.weight.copy_(_weight(final_norm(model)))
     if config.init == "last-layer":
         _from_last_layer(head, model, tap_rms)
     if config.self_attending:
-        _self_attending(head)
+        _self_attending(head, config.init)
     return head
 
 
@@ -128,18 +134,20 @@ def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
             draft.mlp.down_proj.weight.copy_(blocks["down"])
         draft.hidden_norm.weight.copy_(_weight(layer.get_submodule("input_layernorm")))
         draft.post_attention_layernorm.weight.copy_(_weight(layer.get_submodule("post_attention_layernorm")))
-        head.norm.weight.copy_(_weight(final_norm(model)))
         scale = float(tap_rms[-1]) if config.fc_norm or config.norm_before_fc else 1.0
         head.fc.weight[:, -hidden:] += scale * torch.eye(hidden)
 
 
-def _self_attending(head: Eagle3Head) -> None:
+def _self_attending(head: Eagle3Head, init: Init) -> None:
     """Copy each query head's weights from its key head, so that a row first attends to itself.
 
     A token's embedding reaches the output only through the values, so a head that looks at itself learns
     first.
     """
     attention, config = head.midlayer.self_attn, head.config
+    if init == "random":
+        with torch.no_grad():
+            attention.k_proj.weight.mul_(SELF_KEY_STD / RANDOM_STD)
     keys = attention.k_proj.weight.detach().unflatten(0, (config.num_kv_heads, config.head_dim))
     with torch.no_grad():
         attention.q_proj.weight.copy_(
