@@ -165,7 +165,7 @@ class Eagle3Drafter:
         attention: list[SequenceAttention],
     ) -> Tensor:
         """The head's decoder layer over rows in the paged cache: [rows, hidden] -> [rows, hidden]."""
-        embeds = self._head.embed(torch.tensor(tokens))
+        embeds = self._target.embed_tokens[torch.tensor(tokens)].float()
         query, key, value, residual = self._head.qkv(embeds, features)
         cos, sin = self._rope.cos_sin(torch.tensor(positions), max(positions) + 1)
         key_cache, value_cache = self._cache.layer(0)
