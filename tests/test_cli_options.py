@@ -20,10 +20,10 @@ OPTIONS: dict[str, str] = {
     ),
     "train": (
         "target --layers --data --out --states-cache --init-from --draft-vocab-size "
-        "--intermediate-size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending --unroll --loss "
-        "--prompt-rows --depth-sampling --epochs --steps --max-hours --batch-tokens --lr --seed "
-        "--dtype --save-dtype --target-dtype --max-length --eval-sequences --eval-depth --eval-every "
-        "--save-every --resume"
+        "--intermediate-size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending "
+        "--unroll --step-weight --loss --prompt-rows --depth-sampling --epochs --steps --max-hours "
+        "--batch-tokens --lr --seed --dtype --save-dtype --target-dtype --max-length --eval-sequences "
+        "--eval-depth --eval-every --save-every --resume"
     ),
     "generate": (
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
@@ -33,7 +33,7 @@ OPTIONS: dict[str, str] = {
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
         "--repeats --warm-up --adaptive --transformers --out"
     ),
-}
+    "demo": "--train --work --prompts --max-tokens",
 
 # modules that cost seconds, or that only a running command needs
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "huggingface_hub", "rich")
