@@ -34,6 +34,7 @@ OPTIONS: dict[str, str] = {
         "--repeats --warm-up --adaptive --transformers --out"
     ),
     "demo": "--train --work --prompts --max-tokens",
+}
 
 # modules that cost seconds, or that only a running command needs
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "huggingface_hub", "rich")
