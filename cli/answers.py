@@ -16,9 +16,10 @@ from typing import Any
 
 from specdec.cli.console import progress
 from specdec.cli.datasets import Prompt, load_prompts
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
+from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, sha256_file
 from specdec.sequence import SamplingParams, Sequence
 
@@ -97,12 +98,16 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
         raise SpecdecError("the prompt sets share ids; give sets with distinct ids")
     plan.out.parent.mkdir(parents=True, exist_ok=True)
     done, tokens_before = finished_answers(plan.out)
+    folder = resolve_target(plan.target)
+    context = ModelConfig.from_folder(folder).max_position_embeddings
     engine = Engine(
-        plan.target,
+        folder,
         config=EngineConfig(
-            max_num_seqs=plan.batch_size, max_model_len=plan.max_prompt_tokens + plan.max_tokens
+            max_num_seqs=plan.batch_size,
+            max_model_len=min(context, plan.max_prompt_tokens + plan.max_tokens),
         ),
     )
+    longest_prompt = min(plan.max_prompt_tokens, engine.max_model_len - 1)
     todo = deque(prompt for prompt in prompts if prompt.id not in done)
     running: dict[int, tuple[Prompt, Sequence]] = {}
     written = tokens = too_long = 0
@@ -114,7 +119,7 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
                 prompt = todo.popleft()
                 messages = [{"role": "user", "content": prompt.turns[0]}]
                 token_ids = engine.encoder.encode(messages)
-                if len(token_ids) > plan.max_prompt_tokens:
+                if len(token_ids) > longest_prompt:
                     too_long += 1
                     bar.advance(1)
                     continue

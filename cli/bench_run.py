@@ -22,7 +22,7 @@ from specdec.cli.measure import (
     transformers_decoder,
 )
 from specdec.cli.shapes import parse_shape
-from specdec.config import EngineConfig, SpecConfig
+from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
@@ -71,9 +71,10 @@ def settings_of(plan: BenchPlan) -> list[Setting]:
     """Plain decoding and every drafter in every shape."""
     base = SpecConfig(adaptive=plan.adaptive)
     settings = [Setting(name=PLAIN, draft=None, spec=None)]
+    shapes = {shape: parse_shape(shape, base) for shape in plan.shapes}
     for draft in plan.drafts:
-        for shape in plan.shapes:
-            settings.append(Setting(name=f"{draft} {shape}", draft=draft, spec=parse_shape(shape, base)))
+        for shape, spec in shapes.items():
+            settings.append(Setting(name=f"{draft} {shape}", draft=draft, spec=spec))
     if len({setting.name for setting in settings}) != len(settings):
         raise SpecdecError("--draft and --shape must not name the same setting twice")
     return settings
@@ -88,12 +89,19 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     folder = resolve_target(plan.target)
     encoder = PromptEncoder(folder)
     prompts = bench_prompts(encoder, plan.data, plan.limit)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    context = ModelConfig.from_folder(folder).max_position_embeddings
+    if len(longest.token_ids) >= context:
+        raise SpecdecError(
+            f"--data ({plan.data}): prompt {longest.id} ({len(longest.token_ids)} tokens) must be shorter than the "
+            f"target's context ({context} tokens)"
+        )
     engine, decoders = make_decoders(
         str(folder),
         settings,
         params,
         batch_size=plan.batch_size,
-        max_prompt=max(len(prompt.token_ids) for prompt in prompts),
+        max_prompt=len(longest.token_ids),
         engine_config=EngineConfig(),
     )
     if plan.transformers:

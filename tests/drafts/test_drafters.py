@@ -31,9 +31,18 @@ from specdec.provenance import folder_fingerprint
 from specdec.sequence import SamplingParams
 from specdec.tree import DraftTree
 
-PROMPTS = [[7, 3, 9, 20, 5], [40, 41], list(range(2, 60)), [100, 3, 100, 3, 100, 3], [6], [11, 12, 13, 12, 13]]
+PROMPTS = [
+    [7, 3, 9, 20, 5],
+    [40, 41],
+    list(range(2, 60)),
+    [100, 3, 100, 3, 100, 3],
+    [6],
+    [11, 12, 13, 12, 13],
+]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-STATE_TOLERANCE = 1e-4  # fp32 rounding of a residual stream of size 10; one layer off is thousands of times that
+STATE_TOLERANCE = (
+    1e-4  # fp32 rounding of a residual stream of size 10; one layer off is thousands of times that
+)
 
 
 def write_draft(target: Path, folder: Path, *, boundaries: tuple[int, ...] = (1, 3, 4), **flags: Any) -> Path:
@@ -58,7 +67,10 @@ def write_draft(target: Path, folder: Path, *, boundaries: tuple[int, ...] = (1,
     generator = torch.Generator().manual_seed(5)
     ids = torch.randperm(model.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
     head = Eagle3Head(
-        config, DraftVocab(ids, model.vocab_size), tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+        config,
+        DraftVocab(ids, model.vocab_size),
+        tensors["model.embed_tokens.weight"],
+        tensors["lm_head.weight"],
     )
     with torch.no_grad():
         for parameter in head.parameters():
@@ -92,10 +104,15 @@ class Reference:
             return torch.stack([tap.states[b][0] for b in self.boundaries], dim=1)
 
     def layer(self, g: Tensor, tokens: list[int], positions: Tensor, mask: Tensor) -> Tensor:
-        """z [rows, hidden] of rows that see each other as `mask` [rows, rows] says."""
-        dim, heads, kv = self.config["head_dim"], self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        """Z [rows, hidden] of rows that see each other as `mask` [rows, rows] says."""
+        dim, heads, kv = (
+            self.config["head_dim"],
+            self.config["num_attention_heads"],
+            self.config["num_key_value_heads"],
+        )
         x = torch.cat(
-            (self.rms(self.embed[tokens], "midlayer.input_layernorm"), self.rms(g, "midlayer.hidden_norm")), dim=-1
+            (self.rms(self.embed[tokens], "midlayer.input_layernorm"), self.rms(g, "midlayer.hidden_norm")),
+            dim=-1,
         )
         inv = 1.0 / self.config["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
         angle = torch.cat([positions[:, None].float() * inv] * 2, dim=-1)[:, None]
@@ -127,10 +144,14 @@ class Reference:
             # all true rows and one fed-back row per drafted token of the path
             features, read = g, tokens[1:]
             for token in path:
-                z = self.layer(features, read, torch.arange(len(read)), torch.ones(len(read), len(read)).tril() > 0)
+                z = self.layer(
+                    features, read, torch.arange(len(read)), torch.ones(len(read), len(read)).tril() > 0
+                )
                 features = torch.cat((features, self.rms(z[-1:], "norm")))
                 read = [*read, token]
-            z = self.layer(features, read, torch.arange(len(read)), torch.ones(len(read), len(read)).tril() > 0)
+            z = self.layer(
+                features, read, torch.arange(len(read)), torch.ones(len(read), len(read)).tril() > 0
+            )
             assert len(read) == rows + len(path)
             return torch.log_softmax(self.rms(z[-1], "norm") @ self.rows.T, dim=-1)
 
@@ -155,7 +176,11 @@ class Spy:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.name, self.boundaries = inner.name, inner.boundaries
-        self.relative_cost, self.scratch_rows, self.release = inner.relative_cost, inner.scratch_rows, inner.release
+        self.relative_cost, self.scratch_rows, self.release = (
+            inner.relative_cost,
+            inner.scratch_rows,
+            inner.release,
+        )
         self.seen: list[tuple[list[int], Tensor, DraftTree]] = []
         self.limits: list[tuple[int, int]] = []
         self._states: dict[int, Tensor] = {}
@@ -211,7 +236,9 @@ def test_states_and_proposed_tokens_equal_an_independent_forward(
     for (tokens, states, tree), limits in zip(spy.seen[::stride], spy.limits[::stride], strict=True):
         expected_states = reference.states(tokens)[:-1]
         assert states.shape == expected_states.shape
-        assert (states - expected_states).abs().max() < STATE_TOLERANCE * max(1.0, float(expected_states.abs().max()))
+        assert (states - expected_states).abs().max() < STATE_TOLERANCE * max(
+            1.0, float(expected_states.abs().max())
+        )
         # the end of the text and a full step leave room for fewer nodes than the setting
         expected = reference.tree(tokens, limits[0], top_k, limits[1])
         paths = {

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.config import EngineConfig, ModelConfig, RopeConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.hf import BoundaryTap, load_hf_model
 from specdec.models.decoder import ForwardBatch
 from specdec.paged_kv import PagedKVCache
-from specdec.attention import SequenceAttention, block_slots, causal_mask
 
 # logits of an fp32 model of this size carry rounding of about 1e-6; an error of mathematics is far larger
 LOGIT_TOLERANCE = 1e-4
@@ -45,12 +45,17 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_decoder(folder: Path, ids: list[int], *, packed: bool = False, chunks: list[int] | None = None) -> Any:
+def run_decoder(
+    folder: Path, ids: list[int], *, packed: bool = False, chunks: list[int] | None = None
+) -> Any:
     """Logits [tokens, vocab] and taps [tokens, N + 1, hidden] of our decoder over paged KV, in chunks."""
     engine = Engine(folder, config=EngineConfig(kv_tokens=256, packed_weights=packed))
     decoder, config = engine.decoder, engine.model_config
     cache = PagedKVCache(
-        num_layers=config.num_layers, num_blocks=16, block_size=16, num_kv_heads=config.num_kv_heads,
+        num_layers=config.num_layers,
+        num_blocks=16,
+        block_size=16,
+        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
     table = [5, 3, 9, 0, 12, 7, 8, 2]
@@ -59,13 +64,21 @@ def run_decoder(folder: Path, ids: list[int], *, packed: bool = False, chunks: l
     for length in chunks or [len(ids)]:
         positions = list(range(start, start + length))
         entry = SequenceAttention(
-            query_start=0, num_queries=length, context_len=start, num_new=length,
-            slots=block_slots(table, 16, start + length), mask=causal_mask(length),
-            query_positions=positions, new_positions=positions,
+            query_start=0,
+            num_queries=length,
+            context_len=start,
+            num_new=length,
+            slots=block_slots(table, 16, start + length),
+            mask=causal_mask(length),
+            query_positions=positions,
+            new_positions=positions,
         )
         batch = ForwardBatch(
-            token_ids=torch.tensor(ids[start : start + length]), positions=torch.tensor(positions),
-            longest=start + length, slots=torch.tensor(cache.slots(table, start, start + length)), attention=[entry],
+            token_ids=torch.tensor(ids[start : start + length]),
+            positions=torch.tensor(positions),
+            longest=start + length,
+            slots=torch.tensor(cache.slots(table, start, start + length)),
+            attention=[entry],
         )
         hidden, tapped = decoder.forward(batch, cache, tuple(range(config.num_layers + 1)))
         logits.append(decoder.logits(hidden))
@@ -94,7 +107,9 @@ def assert_same_as_hf(folder: Path, **options: Any) -> None:
     expected, states = hf_reference(folder, ids)
     assert (logits - expected).abs().max() < LOGIT_TOLERANCE
     for boundary, state in states.items():
-        assert (taps[:, boundary] - state).abs().max() < TAP_TOLERANCE * state.abs().max(), f"tap {boundary} differs"
+        assert (taps[:, boundary] - state).abs().max() < TAP_TOLERANCE * state.abs().max(), (
+            f"tap {boundary} differs"
+        )
 
 
 def test_logits_and_every_tap_equal_transformers(tiny_any_family: Path) -> None:
@@ -125,7 +140,9 @@ def test_head_groups_and_tied_heads_equal_transformers(
 
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_rope_types_equal_transformers(tiny_model_factory: Callable[..., Path], name: str, family: str) -> None:
+def test_rope_types_equal_transformers(
+    tiny_model_factory: Callable[..., Path], name: str, family: str
+) -> None:
     rope = {"rope_theta": 5000.0, "rope_type": "default", **ROPES[name]}
     assert_same_as_hf(tiny_model_factory(family, rope_parameters=rope))
 
@@ -142,7 +159,7 @@ def test_qwen2_windows_follow_layer_types(tiny_model_factory: Callable[..., Path
 
 
 def test_old_spelling_of_rope_parameters_is_read_alike() -> None:
-    """faults B14: theta and scaling at the old place must not be lost."""
+    """Faults B14: theta and scaling at the old place must not be lost."""
     scaling = {"rope_type": "linear", "factor": 2.0}
     old = {"max_position_embeddings": 64, "rope_theta": 7.0, "rope_scaling": scaling}
     new = {"max_position_embeddings": 64, "rope_parameters": {"rope_theta": 7.0, **scaling}}
