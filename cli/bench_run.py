@@ -93,8 +93,8 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     context = ModelConfig.from_folder(folder).max_position_embeddings
     if len(longest.token_ids) >= context:
         raise SpecdecError(
-            f"--data ({plan.data}): prompt {longest.id} ({len(longest.token_ids)} tokens) must be shorter than the "
-            f"target's context ({context} tokens)"
+            f"--data ({plan.data}): prompt {longest.id} ({len(longest.token_ids)} tokens) must be shorter "
+            f"than the target's context ({context} tokens)"
         )
     engine, decoders = make_decoders(
         str(folder),

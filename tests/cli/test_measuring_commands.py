@@ -133,7 +133,8 @@ def test_bench_measures_every_setting_beside_plain(
     assert len(whole["per_prompt"]["plain"]) == 5
     assert whole["definitions"]["acceptance_length"]
     plain = whole["settings"][0]["acceptance"]
-    assert plain["acceptance_length"] == 1.0 and plain["acceptance_rate"] is None
+    assert plain["acceptance_length"] == 1.0
+    assert plain["acceptance_rate"] is None
 
 
 def test_summary_arithmetic_to_the_last_digit() -> None:
@@ -196,7 +197,7 @@ def test_wrong_shapes_are_usage_errors_that_name_the_option(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments,code,words",
+    ("arguments", "code", "words"),
     [
         (["bench", "no-such-folder"], 1, "no-such-folder"),
         (["bench", "TARGET", "--data", "no_such_set"], 1, "no_such_set"),
@@ -226,5 +227,6 @@ def test_wrong_input_is_one_line_that_names_what_was_wrong(
     known = {"TARGET": str(tiny_llama), "DATA": str(prompts)}
     assert main([known.get(word, word) for word in arguments]) == code
     error = capsys.readouterr().err
-    assert words in error and "Traceback" not in error
+    assert words in error
+    assert "Traceback" not in error
     assert list(tmp_path.glob("x.jsonl")) == []

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,7 +288,7 @@ def test_a_sequence_that_stops_and_comes_back_drafts_from_true_states(tiny_llama
     engine.generate(PROMPTS[:2], SamplingParams(max_tokens=90, ignore_eos=True))
     reference = Reference(tiny_llama, draft)
     steps = [len(tokens) for tokens, _, _ in spy.seen]
-    assert any(later - earlier > 8 for earlier, later in zip(steps, steps[1:], strict=False))
+    assert any(later - earlier > 8 for earlier, later in pairwise(steps))
     for tokens, states, _ in spy.seen:
         expected = reference.states(tokens)[:-1]
         assert (states - expected).abs().max() < STATE_TOLERANCE * max(1.0, float(expected.abs().max()))
@@ -323,15 +325,14 @@ def test_an_unknown_draft_is_refused_with_what_is_allowed(tiny_llama: Path) -> N
 def test_lookup_follows_the_longest_and_latest_match() -> None:
     from specdec.drafts.ngram import NgramDrafter, _continuation
 
-    class Fake:
-        seq_id, spec = 0, SpecConfig(ngram_min=1, ngram_max=3)
-        token_ids = [1, 2, 3, 9, 8, 1, 2, 3, 4, 5, 7, 2, 3]
+    def continued(tokens: list[int], seq_id: int) -> list[int]:
+        seq = SimpleNamespace(seq_id=seq_id, token_ids=tokens, spec=SpecConfig(ngram_min=1, ngram_max=3))
+        request = DraftRequest(seq=seq, max_nodes=3, max_depth=3, top_k=1)  # type: ignore[arg-type]
+        return drafter.propose([request])[0].token_ids
 
     drafter = NgramDrafter()
-    request = DraftRequest(seq=Fake(), max_nodes=3, max_depth=3, top_k=1)  # type: ignore[arg-type]
-    assert drafter.propose([request])[0].token_ids == [3, 4, 5, 7]  # 2 3 -> 4 5 7, the later match
-    Fake.token_ids = [*Fake.token_ids, 4, 5, 7, 2, 3]
-    assert drafter.propose([request])[0].token_ids == [3, 4, 5, 7]  # 7 2 3 -> 4 5 7
+    text = [1, 2, 3, 9, 8, 1, 2, 3, 4, 5, 7, 2, 3]
+    assert continued(text, 0) == [3, 4, 5, 7]  # 2 3 -> 4 5 7, the later match
+    assert continued([*text, 4, 5, 7, 2, 3], 0) == [3, 4, 5, 7]  # 7 2 3 -> 4 5 7
+    assert continued([1, 2, 3], 1) == [3]
     assert _continuation([5, 6, 5, 6], 2, 5) == [5, 6, 5, 6, 5]  # a loop is continued with its period
-    Fake.token_ids, Fake.seq_id = [1, 2, 3], 1
-    assert drafter.propose([request])[0].token_ids == [3]

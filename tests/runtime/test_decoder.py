@@ -126,7 +126,7 @@ def test_chunked_prefill_gives_the_same_logits(tiny_any_family: Path) -> None:
         assert (whole - parts).abs().max() < LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_groups_and_tied_heads_equal_transformers(
     tiny_model_factory: Callable[..., Path], heads: int, kv_heads: int, tied: bool
@@ -168,10 +168,10 @@ def test_old_spelling_of_rope_parameters_is_read_alike() -> None:
 
 def test_unknown_rope_type_is_refused_by_name() -> None:
     raw = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "spiral"}}
-    with pytest.raises(SpecdecError, match="spiral.*supported: default"):
+    with pytest.raises(SpecdecError, match=r"spiral.*supported: default"):
         RopeConfig.from_dict(raw, head_dim=8)
 
 
 def test_unsupported_architecture_is_refused_by_name() -> None:
-    with pytest.raises(SpecdecError, match="gpt2.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(SpecdecError, match=r"gpt2.*llama, mistral, qwen2, qwen3"):
         ModelConfig.from_dict({"model_type": "gpt2"})

@@ -280,7 +280,8 @@ def test_a_nan_row_ends_only_its_own_request(tiny_llama: Path, reference: list[l
 
     engine.decoder.logits = poisoned  # type: ignore[method-assign]
     results = engine.generate(PROMPTS[:4], GREEDY)
-    assert results[1].finish_reason == "error" and "NaN" in (results[1].error or "")
+    assert results[1].finish_reason == "error"
+    assert "NaN" in (results[1].error or "")
     assert [results[i].token_ids for i in (0, 2, 3)] == [reference[i] for i in (0, 2, 3)]
     engine.audit()
     assert engine.blocks.num_free == engine.blocks.num_blocks
@@ -297,7 +298,7 @@ def test_a_closed_stream_gives_its_blocks_back(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field,value",
+    ("field", "value"),
     [
         ("temperature", float("nan")), ("temperature", -1.0), ("temperature", "0.5"), ("temperature", True),
         ("temperature", float("inf")), ("top_p", 0.0), ("top_p", float("nan")), ("min_p", 1.5), ("top_k", -2),
