@@ -45,7 +45,9 @@ def train(
     norm_output: Annotated[
         bool, typer.Option(help="Feed back the normed output (EAGLE-3.1).")
     ] = DEFAULT.norm_output,
-    init: Annotated[str, typer.Option(help="last-layer (of the target) or random.")] = DEFAULT.init,
+    init: Annotated[
+        str, typer.Option(help="ridge (closed form), random, or last-layer (of the target).")
+    ] = DEFAULT.init,
     self_attending: Annotated[
         bool, typer.Option(help="Start with queries equal to keys.")
     ] = DEFAULT.self_attending,

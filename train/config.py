@@ -13,8 +13,8 @@ from specdec.errors import SpecdecError
 
 LossKind = Literal["kl", "lk", "lk-mix"]
 LOSS_KINDS: tuple[LossKind, ...] = ("kl", "lk", "lk-mix")
-Init = Literal["random", "last-layer"]
-INITS: tuple[Init, ...] = ("random", "last-layer")
+Init = Literal["ridge", "random", "last-layer"]
+INITS: tuple[Init, ...] = ("ridge", "random", "last-layer")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 STORAGE_DTYPES = ("float16", "bfloat16")
 
@@ -34,7 +34,7 @@ class TrainConfig:
     lm_head: Literal["own", "target_rows"] = "target_rows"
     fc_norm: bool = True
     norm_output: bool = True
-    init: Init = "last-layer"
+    init: Init = "ridge"
     self_attending: bool = True
     # the objective; 0.8 is EAGLE-3's weight per step, 4 steps serve chains of about that length
     unroll: int = 4
@@ -102,6 +102,10 @@ class TrainConfig:
         self._one_of("save_dtype", STORAGE_DTYPES)
         self._one_of("target_dtype", ("float32", "bfloat16", "float16"))
         self._one_of("lm_head", ("own", "target_rows"))
+        if self.init == "ridge" and not (self.fc_norm and self.self_attending):
+            raise SpecdecError(
+                "init (ridge) needs fc_norm and self_attending; use --init random without them"
+            )
         if self.unroll > 16:
             raise SpecdecError(
                 f"unroll ({self.unroll}) must be at most 16; chains longer than that are not drafted"

@@ -51,6 +51,11 @@ def head_config(
     )
 
 
+def final_norm_weight(model: Any) -> Tensor:
+    """The final norm's weight [hidden] of a Hugging Face target."""
+    return _weight(final_norm(model)).float().cpu()
+
+
 def head_weight(model: Any) -> Tensor:
     """The output head's weight [vocab, hidden] of a Hugging Face target."""
     return _weight(output_head(model))
@@ -73,9 +78,6 @@ def build_head(
     embed = model.get_input_embeddings().weight.detach().cpu()
     head = Eagle3Head(shape, vocab, embed, weight).float()
     _random(head, config.seed)
-    with torch.no_grad():
-        # output rows are made for states at this scale; from one, Adam would need many steps to find it.
-        head.norm.weight.copy_(_weight(final_norm(model)))
     if config.init == "last-layer":
         _from_last_layer(head, model, tap_rms)
     if config.self_attending:
@@ -134,6 +136,7 @@ def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
             draft.mlp.down_proj.weight.copy_(blocks["down"])
         draft.hidden_norm.weight.copy_(_weight(layer.get_submodule("input_layernorm")))
         draft.post_attention_layernorm.weight.copy_(_weight(layer.get_submodule("post_attention_layernorm")))
+        head.norm.weight.copy_(_weight(final_norm(model)))
         scale = float(tap_rms[-1]) if config.fc_norm or config.norm_before_fc else 1.0
         head.fc.weight[:, -hidden:] += scale * torch.eye(hidden)
 
@@ -145,7 +148,7 @@ def _self_attending(head: Eagle3Head, init: Init) -> None:
     first.
     """
     attention, config = head.midlayer.self_attn, head.config
-    if init == "random":
+    if init != "last-layer":
         with torch.no_grad():
             attention.k_proj.weight.mul_(SELF_KEY_STD / RANDOM_STD)
     keys = attention.k_proj.weight.detach().unflatten(0, (config.num_kv_heads, config.head_dim))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ from specdec.train.chat_data import ChatData, load_chat_data
 from specdec.train.checkpoint import FOLDER
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import OfflineAcceptance, offline_acceptance
-from specdec.train.head_init import build_head, head_weight
+from specdec.train.head_init import build_head, final_norm_weight, head_weight
+from specdec.train.ridge_init import RidgeSums, ridge_start
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource, StoredStates, TargetStates
 from specdec.train.trainer import METRICS_NAME, Trainer, TrainOutcome
@@ -42,6 +44,11 @@ FREE_OPTIONS = frozenset(
     {"max_hours", "log_every", "save_every", "eval_every", "keep_checkpoints", "eval_depth", "save_dtype"}
 )
 RMS_SEQUENCES = 8
+# rows that the start of a head is fitted on: past these a linear fit of a few thousand inputs gains nothing.
+START_ROWS = 400_000
+FIT_SEQUENCES = 16
+FIT_MIN_TOKENS = 4
+PROGRESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +151,11 @@ def train_draft(
         report(
             f"states cache {stored.folder}: {size / 1e9:.2f} GB to be added, {stored.row_bytes} bytes a token"
         )
+        stored.fill(chats.sequences, _progress(report))
         source = stored
-    head = _head(model, training, tokenizer, tuple(boundaries), config, source, init_from, fingerprint)
+    head = _head(
+        model, training, tokenizer, tuple(boundaries), config, source, init_from, fingerprint, report
+    )
     coverage = head.vocab.coverage(_answer_counts(held_out or training, vocab_size))
     report(
         f"{len(training)} training and {len(held_out)} held-out conversations; draft vocabulary of "
@@ -219,6 +229,7 @@ def _head(
     source: StateSource,
     init_from: str | Path | None,
     fingerprint: str,
+    report: Callable[[str], None],
 ) -> Eagle3Head:
     weight = head_weight(model).float().cpu()
     if init_from is not None:
@@ -231,10 +242,19 @@ def _head(
             )
         return head.requires_grad_(True)
     vocab = choose_vocab(training, tokenizer, model, weight.shape[0], config)
-    taps = torch.cat([states.taps[1:] for states in source.fetch(training[:RMS_SEQUENCES])]).float()
+    taps = torch.cat([item.taps[1:] for item in source.fetch(training[:RMS_SEQUENCES])]).float()
     # the median: the first position of many targets is a sink with a norm hundreds of times the others'.
     tap_rms = taps.pow(2).mean(-1).sqrt().median(0).values
-    return build_head(model, boundaries, vocab, config, tap_rms)
+    head = build_head(model, boundaries, vocab, config, tap_rms)
+    if config.init == "ridge":
+        sums = RidgeSums(head, final_norm_weight(model))
+        for low in range(0, len(training), FIT_SEQUENCES):
+            group = [s for s in training[low : low + FIT_SEQUENCES] if len(s.token_ids) > FIT_MIN_TOKENS]
+            if group and sums.rows < START_ROWS:
+                sums.add(group, source.fetch(group))
+        explained = ridge_start(head, sums, source.output_rows(vocab.ids))
+        report(f"ridge start: {explained:.1%} of the next state's variance explained on {sums.rows:,} rows")
+    return head
 
 
 def _publish(
@@ -266,6 +286,23 @@ def _publish(
     finally:
         head.load_state_dict(kept)
     return result, training
+
+
+def _progress(report: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Lines of progress for the filling of a states cache, at most one in `PROGRESS_SECONDS`."""
+    begun = last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < PROGRESS_SECONDS and done < total:
+            return
+        last = now
+        rate = done / max(now - begun, 1e-9)
+        left = (total - done) / rate / 60
+        report(f"target states: {done:,} of {total:,} tokens, {rate:.0f} tokens/s, eta {left:.0f} min")
+
+    return show
 
 
 def _answer_counts(sequences: Sequence[TrainSequence], vocab_size: int) -> torch.Tensor:

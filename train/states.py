@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ from specdec.train.sequences import TrainSequence
 FORWARD_TOKENS = 4096
 # rows of one block of full-vocabulary logits.
 LOGIT_ROWS = 256
+# sequences between two lines of progress when a store is filled.
+FILL_SEQUENCES = 32
 
 
 class StateSource(Protocol):
@@ -207,14 +209,27 @@ class StoredStates:
             )
         return needed
 
+    def fill(self, sequences: Sequence[TrainSequence], progress: Callable[[int, int], None]) -> None:
+        """Compute what is missing, in groups of like length; `progress` gets tokens done and to do."""
+        unknown = list({s.content_hash: s for s in sequences if s.content_hash not in self._index}.values())
+        unknown.sort(key=lambda sequence: len(sequence.token_ids))
+        total, done = sum(len(sequence.token_ids) for sequence in unknown), 0
+        for low in range(0, len(unknown), FILL_SEQUENCES):
+            group = unknown[low : low + FILL_SEQUENCES]
+            self._compute(group)
+            done += sum(len(sequence.token_ids) for sequence in group)
+            progress(done, total)
+
+    def _compute(self, sequences: Sequence[TrainSequence]) -> None:
+        for sequence, states in zip(sequences, self.source.fetch(sequences), strict=True):
+            self._append(sequence.content_hash, states)
+        self._lines.flush()
+
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order; unknown ones are computed and kept."""
         unknown = {s.content_hash: s for s in sequences if s.content_hash not in self._index}
         if unknown:
-            for key, states in zip(unknown, self.source.fetch(list(unknown.values())), strict=True):
-                self._append(key, states)
-            self._data.flush()
-            self._lines.flush()
+            self._compute(list(unknown.values()))
         return [self._read(self._index[s.content_hash]) for s in sequences]
 
     def output_rows(self, ids: Tensor) -> Tensor:
