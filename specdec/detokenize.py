@@ -35,52 +35,70 @@ class IncrementalDetokenizer:
         self._read = len(self._ids)
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in stop), default=0)
-        self.text = ""
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """Text so far; an unfinished character at the end is held back."""
+        self._advance()
+        return self._text
 
     def push(self, token_id: int) -> bool:
-        """Add a token; True when the text now contains a stop string (text is cut before it)."""
+        """Add a token; True when the text now contains a stop string (text is cut before it).
+
+        Without stop strings nothing is decoded until the text is asked for.
+        """
         if self._tokenizer is None:
             return False
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._prefix : self._read])
-        after = self._decode(self._ids[self._prefix :])
-        unfinished = after.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_UNFINISHED_TOKENS
-        if len(after) <= len(before) or unfinished:
-            return False
-        new = after[len(before) :]
-        self._prefix, self._read = self._read, len(self._ids)
-        return self._append(new)
+        return self._advance() if self._stop else False
 
     def flush(self) -> None:
         """Emit what was held back (an unfinished character at the very end)."""
+        self._advance(final=True)
+
+    def _advance(self, final: bool = False) -> bool:
+        """Decode the tokens not yet read; True when that completed a stop string."""
         if self._tokenizer is None or self._read == len(self._ids):
-            return
+            return False
         before = self._decode(self._ids[self._prefix : self._read])
-        after = self._decode(self._ids[self._prefix :])
-        self._prefix, self._read = self._read, len(self._ids)
-        self._append(after[len(before) :])
+        end = len(self._ids)
+        after = self._decode(self._ids[self._prefix : end])
+        while not final and after.endswith(REPLACEMENT):
+            # the last tokens may be the beginning of a character: read up to where the text is whole
+            end -= 1
+            if len(self._ids) - end >= MAX_UNFINISHED_TOKENS:
+                end = len(self._ids)
+                after = self._decode(self._ids[self._prefix : end])
+                break
+            if end <= self._read:
+                return False
+            after = self._decode(self._ids[self._prefix : end])
+        if not final and len(after) <= len(before):
+            return False
+        self._prefix, self._read = self._read, end
+        return self._append(after[len(before) :])
 
     def stable_text(self, *, finished: bool) -> str:
         """Text that no later token can take back: all of it but the longest possible stop prefix."""
+        text = self.text
         if finished or not self._longest_stop:
-            return self.text
+            return text
         held = 0
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(text)), held, -1):
+                if text.endswith(stop[:length]):
                     held = length
                     break
-        return self.text[: len(self.text) - held]
+        return text[: len(text) - held]
 
     def _append(self, new: str) -> bool:
-        start = max(0, len(self.text) - self._longest_stop + 1)
-        self.text += new
-        if not self._stop:
-            return False
-        found = [position for stop in self._stop if (position := self.text.find(stop, start)) >= 0]
+        start = max(0, len(self._text) - self._longest_stop + 1)
+        self._text += new
+        found = [position for stop in self._stop if (position := self._text.find(stop, start)) >= 0]
         if not found:
             return False
-        self.text = self.text[: min(found)]
+        self._text = self._text[: min(found)]
         return True
 
     def _decode(self, token_ids: list[int]) -> str:

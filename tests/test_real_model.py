@@ -51,7 +51,7 @@ def test_plain_text_equals_transformers(
 def test_the_shipped_draft_changes_no_token_and_is_accepted(
     smollm2: Path, plain: Engine, chats: list[list[dict[str, str]]], batch: int
 ) -> None:
-    """A draft served with the wrong taps, norms or vocabulary still gives the right text, but no acceptance."""
+    """Wrong taps, norms or vocabulary would leave the text right and acceptance at nothing."""
     assert shipped_drafts() == ["smollm2-135m"]
     expected = [result.token_ids for result in plain.generate(chats, PARAMS)]
     spec = SpecConfig(max_depth=4, top_k=1, max_nodes=4, adaptive=False)
