@@ -49,7 +49,7 @@ class TrainConfig:
     max_hours: float | None = None
     batch_rows: int = 1024
     micro_batch_rows: int = 4096
-    # a ridge start is near a good solution: 1e-3 shatters it within ten steps, 2e-4 to 3e-4 improves it at once
+    # a ridge start is near a good solution: 1e-3 shattered it in ten steps, 2e-4 improved it at once
     learning_rate: float = 3e-4
     min_lr_ratio: float = 0.02
     warmup_ratio: float = 0.05
