@@ -7,6 +7,7 @@ Shapes: T rows of the batch (all sequences' new tokens, one after the other).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from specdec.models.layers import Linear, fits_fp16, packing_available, rms_norm
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.models.weights import WeightReader, stacked, stacked_bias
 from specdec.paged_kv import PagedKVCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ class LinearFactory:
 
     def __init__(self, dtype: torch.dtype, device: str, *, packed: bool) -> None:
         self.dtype, self.device = dtype, device
-        self.packed = packed and device == "cpu" and dtype == torch.float32 and packing_available()
+        self.wanted = packed and device == "cpu" and dtype == torch.float32
+        self.packed = self.wanted and packing_available()
         self.num_packed = self.num_plain = 0
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -124,6 +128,20 @@ class LinearFactory:
 
     def vector(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
+
+    def say_what_is_slower(self, folder: str | Path) -> None:
+        """Name the fp32 path where the packed one was wanted and cannot be had."""
+        if not self.wanted or not self.num_plain:
+            return
+        if not self.packed:
+            logger.warning("packed fp16 products are not available in this torch build; using plain fp32")
+        else:
+            logger.warning(
+                "%s: %d of %d matrices hold weights that are no fp16 numbers; those use plain fp32",
+                folder,
+                self.num_plain,
+                self.num_plain + self.num_packed,
+            )
 
 
 class Decoder:
@@ -156,6 +174,7 @@ class Decoder:
         self.head_weight = head
         self.head = make(head, None)
         self.num_packed, self.num_plain = make.num_packed, make.num_plain
+        make.say_what_is_slower(folder)
         self.rope = RotaryEmbedding(config.rope, max_positions=max_model_len, device=device)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.config import EngineConfig, ModelConfig, RopeConfig
@@ -15,6 +17,7 @@ from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.hf import BoundaryTap, load_hf_model
 from specdec.models.decoder import ForwardBatch
+from specdec.models.layers import packing_available
 from specdec.paged_kv import PagedKVCache
 
 # logits of an fp32 model of this size carry rounding of about 1e-6; an error of mathematics is far larger
@@ -175,3 +178,31 @@ def test_unknown_rope_type_is_refused_by_name() -> None:
 def test_unsupported_architecture_is_refused_by_name() -> None:
     with pytest.raises(SpecdecError, match=r"gpt2.*llama, mistral, qwen2, qwen3"):
         ModelConfig.from_dict({"model_type": "gpt2"})
+
+
+def test_packed_products_equal_plain_ones_on_fp16_weights(
+    tiny_model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The packed path computes with exactly the stored weights: no quantisation slips in."""
+    folder = shutil.copytree(tiny_model_factory("llama"), tmp_path / "half")
+    tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = some_ids(folder)
+    packed, _ = run_decoder(folder, ids, packed=True)
+    plain, _ = run_decoder(folder, ids, packed=False)
+    assert (packed - plain).abs().max() < LOGIT_TOLERANCE
+    if packing_available():
+        engine = Engine(folder, config=EngineConfig(kv_tokens=256))
+        assert engine.decoder.num_packed > 0
+        assert engine.decoder.num_plain == 0
+
+
+def test_weights_that_are_no_fp16_numbers_take_the_plain_path_and_it_is_said(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not packing_available():
+        pytest.skip("this torch build has no packed fp16 products")
+    engine = Engine(tiny_llama, config=EngineConfig(kv_tokens=256))
+    assert engine.decoder.num_packed == 0
+    assert "no fp16 numbers" in caplog.text
+    assert_same_as_hf(tiny_llama, packed=True)
