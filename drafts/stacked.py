@@ -31,9 +31,13 @@ class StackedDrafter:
         self.head.release(seq_id)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        chains = self.lookup.propose(requests)
-        trees = self.head.propose(requests)
-        return [
-            merge_trees(chain, tree, request.max_nodes + 1)
-            for request, chain, tree in zip(requests, chains, trees, strict=True)
+        """Chain and tree merged; the head is not asked where the chain fills the budget."""
+        trees = self.lookup.propose(requests)
+        open_to_head = [
+            index for index, tree in enumerate(trees) if tree.num_drafted < requests[index].max_nodes
         ]
+        if open_to_head:
+            grown = self.head.propose([requests[index] for index in open_to_head])
+            for index, tree in zip(open_to_head, grown, strict=True):
+                trees[index] = merge_trees(trees[index], tree, requests[index].max_nodes + 1)
+        return trees

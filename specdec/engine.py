@@ -102,8 +102,8 @@ class Engine:
         self.blocks = BlockManager(self._num_blocks(dtype), self.config.block_size)
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.drafter = self._make_drafter(draft)
-        scratch = self.drafter.scratch_rows(self.config.spec) if self.drafter else 0
-        self.scheduler = Scheduler(self.config, self.blocks, scratch)
+        scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
+        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows)
         cache = PagedKVCache(
             num_layers=self.model_config.num_layers,
             num_blocks=self.blocks.num_blocks,

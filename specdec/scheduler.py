@@ -8,10 +8,11 @@ one give way (preemption by recomputation). Host data only.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.blocks import BlockManager
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, SpecConfig
 from specdec.sequence import Sequence, SequenceStatus
 
 
@@ -37,9 +38,14 @@ class ScheduledSequence:
 
 
 class Scheduler:
-    """Owns the waiting and running lists."""
+    """Owns the waiting and running lists.
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, scratch_rows: int) -> None:
+    `scratch_rows` says how many rows behind the committed ones a proposal writes (the drafter knows).
+    """
+
+    def __init__(
+        self, config: EngineConfig, blocks: BlockManager, scratch_rows: Callable[[SpecConfig], int]
+    ) -> None:
         self.config = config
         self.blocks = blocks
         self.scratch_rows = scratch_rows
@@ -111,7 +117,9 @@ class Scheduler:
         wanted = 0
         if seq.spec is not None and seq.remaining_tokens() > 1:
             wanted = min(seq.controller.max_nodes(seq.spec), room)
-        rows = len(seq.token_ids) + (max(wanted, self.scratch_rows) if wanted else 0)
+        rows = len(seq.token_ids)
+        if wanted and seq.spec is not None:
+            rows += max(wanted, self.scratch_rows(seq.spec))
         if wanted and not self.blocks.can_extend(seq.block_table, rows):
             wanted, rows = 0, len(seq.token_ids)
         if not self._make_room(seq, rows):
