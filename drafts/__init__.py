@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.drafts.checkpoint import LoadedDraft, load_draft
 from specdec.errors import SpecdecError
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 PRETRAINED = Path(__file__).resolve().parent / "pretrained"
 LOOKUP = "ngram"
+
+__all__ = ["LoadedDraft", "draft_folder", "load_draft", "load_drafter", "shipped_drafts"]
 
 
 def shipped_drafts() -> list[str]:
@@ -56,7 +59,6 @@ def load_drafter(spelling: str, target: TargetView) -> Drafter:
 
 
 def _load_head(name: str, target: TargetView) -> Drafter:
-    from specdec.drafts.checkpoint import load_draft
     from specdec.drafts.eagle3_drafter import Eagle3Drafter
 
     folder = draft_folder(name)
