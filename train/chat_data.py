@@ -70,7 +70,8 @@ def load_chat_data(path: str | Path, tokenizer: Any, *, max_length: int, vocab_s
     """
     file = Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # not splitlines: it also cuts at U+2028 and the like, which JSON strings may hold
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecdecError(f"--data ({file}) cannot be read: {error}") from error
     sequences: list[TrainSequence] = []
