@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.hf import load_tokenizer, render_chat, template_hash
+from specdec.hf import encode_text, load_tokenizer, render_chat, template_hash
 from specdec.sequence import Sequence
 from specdec.stats import SpecStats
 
@@ -61,7 +61,7 @@ class PromptEncoder:
             SpecdecError: text for a target without tokenizer, or something that is no prompt.
         """
         if isinstance(prompt, str):
-            return list(self._need()(prompt)["input_ids"])
+            return encode_text(self._need(), prompt)
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], dict):
             return list(render_chat(self._need(), items, add_generation_prompt=True))
