@@ -16,11 +16,12 @@ from typing import Any
 
 from specdec.cli.console import progress
 from specdec.cli.datasets import Prompt, load_prompts
+from specdec.cli.outputs import require_writable
 from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
-from specdec.provenance import RunRecord, sha256_file
+from specdec.provenance import RunRecord, folder_fingerprint, read_json, sha256_file, write_json_atomic
 from specdec.sequence import SamplingParams, Sequence
 
 
@@ -96,9 +97,11 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
     prompts = ordered_prompts(prompts, plan.order, plan.seed)[: plan.limit]
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise SpecdecError("the prompt sets share ids; give sets with distinct ids")
-    plan.out.parent.mkdir(parents=True, exist_ok=True)
-    done, tokens_before = finished_answers(plan.out)
+    require_writable("--out", plan.out)
     folder = resolve_target(plan.target)
+    origin = _origin(plan, folder)
+    done, tokens_before = finished_answers(plan.out)
+    _claim(plan.out, origin, started=bool(done))
     context = ModelConfig.from_folder(folder).max_position_embeddings
     engine = Engine(
         folder,
@@ -131,6 +134,10 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
                 break
             for seq in engine.step():
                 prompt, _ = running.pop(seq.seq_id)
+                if seq.error:
+                    raise SpecdecError(
+                        f"prompt {prompt.id}: {seq.error}; the answers so far are in {plan.out}"
+                    )
                 file.write(json.dumps(_record(prompt, seq), ensure_ascii=False) + "\n")
                 file.flush()
                 written += 1
@@ -154,9 +161,42 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
         template_hash=engine.encoder.template_hash,
         data_hash=sha256_file(plan.out),
         defaults={**vars(plan.params), "order": plan.order, "batch_size": plan.batch_size},
-        extra=summary,
-    ).write(plan.out.with_suffix(".run.json"))
+        extra={**summary, **origin},
+    ).write(_record_path(plan.out))
     return summary
+
+
+def _record_path(out: Path) -> Path:
+    return out.with_suffix(".run.json")
+
+
+def _origin(plan: AnswerPlan, folder: Path) -> dict[str, Any]:
+    """What every answer of one file must have in common."""
+    return {
+        "target_fingerprint": folder_fingerprint(folder),
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.params.temperature,
+        "top_p": plan.params.top_p,
+    }
+
+
+def _claim(out: Path, origin: dict[str, Any], *, started: bool) -> None:
+    """Write whose answers the file holds before the first one; refuse to go on with others.
+
+    Raises:
+        SpecdecError: the file was begun with another target or other sampling.
+    """
+    record = _record_path(out)
+    if not started:
+        write_json_atomic(record, {"extra": origin})
+        return
+    before = read_json(record).get("extra", {}) if record.exists() else {}
+    for name, value in origin.items():
+        if before.get(name) != value:
+            raise SpecdecError(
+                f"--out ({out}) holds answers with {name} {before.get(name)!r}, not {value!r}; "
+                "choose another file"
+            )
 
 
 def _record(prompt: Prompt, seq: Sequence) -> dict[str, Any]:

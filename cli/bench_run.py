@@ -21,6 +21,7 @@ from specdec.cli.measure import (
     summarise,
     transformers_decoder,
 )
+from specdec.cli.outputs import require_writable
 from specdec.cli.shapes import parse_shape
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
@@ -84,7 +85,7 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     """Measure, print the table, write `--out`; returns the summary for the JSON line."""
     settings = settings_of(plan)
     if plan.out is not None:
-        _check_writable(plan.out)
+        require_writable("--out", plan.out)
     params = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=plan.max_tokens)
     folder = resolve_target(plan.target)
     encoder = PromptEncoder(folder)
@@ -195,16 +196,3 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
 
 def _interval(bounds: tuple[float, float] | None) -> str | None:
     return None if bounds is None else f"{bounds[0]:.2f}..{bounds[1]:.2f}"
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse an unwritable --out before minutes of measuring."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise SpecdecError(f"--out ({path}) must be a file in an existing folder")
-    try:
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise SpecdecError(f"--out ({path}) cannot be written: {error.strerror}") from error
-    if path.stat().st_size == 0:
-        path.unlink()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec.cli.console import emit_json, progress, say
-from specdec.cli.datasets import load_prompts
+from specdec.cli.datasets import load_prompts, prompt_file
+from specdec.cli.outputs import require_writable
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
+from specdec.provenance import RunRecord, sha256_file
 from specdec.requests import GenerationResult, Prompt
 from specdec.sequence import SamplingParams
 from specdec.stats import SpecStats
@@ -78,8 +80,8 @@ def chat(plan: GenerationPlan) -> None:
 def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path | None) -> None:
     """Answer every prompt of a set; records go to `out`, or as text to stdout."""
     prompts = load_prompts(source)[:limit]
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise SpecdecError(f"--out ({out}) must be a file in an existing folder")
+    if out is not None:
+        require_writable("--out", out)
     engine = plan.engine(plan.batch_size)
     results: list[GenerationResult] = []
     started = time.perf_counter()
@@ -89,6 +91,9 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
             results += engine.generate([plan.as_prompt(prompt.turns[0]) for prompt in batch], plan.params)
             bar.update(len(results))
     seconds = time.perf_counter() - started
+    for prompt, result in zip(prompts, results, strict=True):
+        if result.error:
+            raise SpecdecError(f"prompt {prompt.id}: {result.error}")
     records = [
         {"id": prompt.id, "text": result.text, "finish_reason": result.finish_reason, **_counts(result)}
         for prompt, result in zip(prompts, results, strict=True)
@@ -105,13 +110,20 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
             part.replace(out)
         except OSError as error:
             raise SpecdecError(f"--out ({out}) cannot be written: {error.strerror}") from error
+        RunRecord.collect(
+            dtype=engine.config.dtype,
+            template_hash=None if plan.raw else engine.encoder.template_hash,
+            data_hash=sha256_file(prompt_file(source)),
+            defaults={**asdict(plan.params), "spec": asdict(plan.spec), "batch_size": plan.batch_size},
+            extra=_summary(results, seconds, plan),
+        ).write(out.with_suffix(".run.json"))
     emit_json(_summary(results, seconds, plan))
 
 
 def _stream(engine: Engine, plan: GenerationPlan, prompt: Prompt) -> tuple[GenerationResult, float]:
     started = time.perf_counter()
     result: GenerationResult | None = None
-    for piece in engine.stream([prompt], replace(plan.params)):
+    for piece in engine.stream([prompt], plan.params):
         print(piece.text, end="", flush=True)
         result = piece.result or result
     assert result is not None, "a stream ended without its result"

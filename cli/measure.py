@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.cli.bootstrap import ratio_interval
+from specdec.cli.bootstrap import ratio_interval, speedup_interval
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
+from specdec.errors import SpecdecError
 from specdec.sequence import SamplingParams
 from specdec.stats import SpecStats
 
@@ -58,6 +59,9 @@ def engine_decoder(engine: Engine, params: Sequence[SamplingParams] | SamplingPa
         started = time.perf_counter()
         results = engine.generate([prompt.token_ids for prompt in batch], params)
         seconds = (time.perf_counter() - started) / len(batch)
+        for prompt, result in zip(batch, results, strict=True):
+            if result.error:
+                raise SpecdecError(f"prompt {prompt.id}: {result.error}; nothing was measured")
         return [Measured(token_ids=r.token_ids, seconds=seconds, stats=r.stats) for r in results]
 
     return decode
@@ -70,17 +74,16 @@ def transformers_decoder(folder: str, params: SamplingParams) -> Decode:
     from specdec.hf import load_hf_model
 
     model = load_hf_model(folder)
-    eos = None if not params.ignore_eos else -1
 
     def decode(batch: Sequence[BenchPrompt]) -> list[Measured]:
         measured = []
         for prompt in batch:
             ids = torch.tensor([prompt.token_ids])
-            options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
-            if eos is not None:
-                options["eos_token_id"] = eos
+            mask = torch.ones_like(ids)
             started = time.perf_counter()
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            output = model.generate(
+                ids, attention_mask=mask, max_new_tokens=params.max_tokens, do_sample=False
+            )
             seconds = time.perf_counter() - started
             tokens = output[0, len(prompt.token_ids) :].tolist()
             measured.append(Measured(token_ids=tokens, seconds=seconds, stats=SpecStats()))
@@ -149,12 +152,14 @@ def summarise(
         base = results[baseline]
         base_seconds = [_median([one.seconds for one in repeats]) for repeats in base]
         same = [one.token_ids == other[0].token_ids for one, other in zip(first, base, strict=True)]
-        # time per token, so that two texts of different length (sampled, or an end token) compare fairly
-        base_rate = [s / len(r[0].token_ids) for s, r in zip(base_seconds, base, strict=True)]
-        my_rate = [s / len(one.token_ids) for s, one in zip(seconds, first, strict=True)]
-        figures["speedup"] = sum(base_rate) / sum(my_rate)
-        figures["speedup_interval"] = ratio_interval(base_rate, my_rate)
-        figures["speedup_by_category"] = _speedup_by_category(base_rate, my_rate, prompts)
+        mine_columns = [len(one.token_ids) for one in first], seconds
+        base_columns = [len(repeats[0].token_ids) for repeats in base], base_seconds
+        figures["speedup"] = _speedup(*mine_columns, *base_columns)
+        figures["speedup_interval"] = speedup_interval(*mine_columns, *base_columns)
+        figures["speedup_by_category"] = {
+            category: _speedup(*(_pick(column, rows) for column in (*mine_columns, *base_columns)))
+            for category, rows in _rows_by_category(prompts).items()
+        }
         figures["identical"] = sum(same)
     return figures
 
@@ -189,10 +194,14 @@ def make_decoders(
 ) -> tuple[Engine, dict[str, Decode]]:
     """Engines for every setting, all on one set of target weights."""
     longest = max_prompt + (params.max_tokens or 0)
+    # rows a proposal may write behind the text: a tree, or the nodes grown on the way to it
+    behind = max(
+        (max(s.spec.max_nodes, s.spec.top_k * s.spec.max_depth) for s in settings if s.spec), default=0
+    )
     config = replace(
         engine_config,
         max_num_seqs=batch_size,
-        kv_tokens=batch_size * (longest + 2 * engine_config.block_size + 64),
+        kv_tokens=batch_size * (longest + behind + 2 * engine_config.block_size),
     )
     plain = Engine(target, config=config)
     decoders: dict[str, Decode] = {}
@@ -217,18 +226,32 @@ def _length_interval(first: list[Measured]) -> tuple[float, float] | None:
     return ratio_interval([s.committed for s in with_steps], [s.verify_steps for s in with_steps])
 
 
+def _rows_by_category(prompts: Sequence[BenchPrompt]) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        rows.setdefault(prompt.category, []).append(index)
+    return rows
+
+
 def _by_category(first: list[Measured], prompts: Sequence[BenchPrompt]) -> dict[str, float | None]:
-    groups: dict[str, SpecStats] = {}
-    for one, prompt in zip(first, prompts, strict=True):
-        groups.setdefault(prompt.category, SpecStats()).add(one.stats)
-    return {category: stats.acceptance_length for category, stats in groups.items()}
+    lengths: dict[str, float | None] = {}
+    for category, rows in _rows_by_category(prompts).items():
+        total = SpecStats()
+        for index in rows:
+            total.add(first[index].stats)
+        lengths[category] = total.acceptance_length
+    return lengths
 
 
-def _speedup_by_category(
-    base: list[float], mine: list[float], prompts: Sequence[BenchPrompt]
-) -> dict[str, float]:
-    groups: dict[str, tuple[float, float]] = {}
-    for base_rate, my_rate, prompt in zip(base, mine, prompts, strict=True):
-        above, below = groups.get(prompt.category, (0.0, 0.0))
-        groups[prompt.category] = (above + base_rate, below + my_rate)
-    return {category: above / below for category, (above, below) in groups.items()}
+def _pick(column: Sequence[float], rows: list[int]) -> list[float]:
+    return [column[index] for index in rows]
+
+
+def _speedup(
+    tokens: Sequence[float],
+    seconds: Sequence[float],
+    base_tokens: Sequence[float],
+    base_seconds: Sequence[float],
+) -> float:
+    """Tokens per second over the baseline's."""
+    return (sum(tokens) / sum(seconds)) / (sum(base_tokens) / sum(base_seconds))

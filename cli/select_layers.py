@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specdec.cli.outputs import require_writable
 from specdec.errors import SpecdecError, UsageError
 from specdec.layer_select.config import ChooseConfig, ScoreConfig
 
@@ -60,7 +61,7 @@ def select_layers(
     )
     for option, path in (("--out", out), ("--picture", picture)):
         if path is not None:
-            _require_writable(option, path)
+            require_writable(option, path)
 
     import warnings
 
@@ -143,23 +144,6 @@ def _parse_boundaries(text: str) -> tuple[int, ...]:
             raise UsageError(f"--allowed ({text}) must be boundaries and ranges like 1,4,8-12")
         found += range(int(first), int(last if dash else first) + 1)
     return tuple(sorted(set(found)))
-
-
-def _require_writable(option: str, path: Path) -> None:
-    """Fail before the minutes of work, not after."""
-    import os
-
-    if path.is_dir():
-        raise UsageError(f"{option} ({path}) is a folder; name a file")
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{option} ({path}) cannot be written: {folder} is not a folder you may write to")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{option} ({path}) cannot be written: {error.strerror}") from error
 
 
 def _device(name: str) -> str:

@@ -65,7 +65,10 @@ def train(
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = DEFAULT.epochs,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps, in place of --epochs.")] = DEFAULT.steps,
     max_hours: Annotated[
-        float | None, typer.Option(help="Shorten the run, from its measured speed, to end in time.")
+        float | None,
+        typer.Option(
+            help="Shorten the run to about this much training time; states and measurements not counted."
+        ),
     ] = DEFAULT.max_hours,
     batch_tokens: Annotated[int, typer.Option(help="Rows of an optimiser step.")] = DEFAULT.batch_rows,
     learning_rate: Annotated[

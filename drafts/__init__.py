@@ -5,6 +5,7 @@ Spellings: "ngram"; a draft folder, or the name of a shipped draft; "ngram+DRAFT
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from specdec.errors import SpecdecError
 
 if TYPE_CHECKING:
     from specdec.drafter import Drafter, TargetView
+
+logger = logging.getLogger(__name__)
 
 PRETRAINED = Path(__file__).resolve().parent / "pretrained"
 LOOKUP = "ngram"
@@ -63,4 +66,13 @@ def _load_head(name: str, target: TargetView) -> Drafter:
 
     folder = draft_folder(name)
     draft = load_draft(folder, target.embed_tokens, target.head_weight, target_fingerprint=target.fingerprint)
+    trained = draft.contract.template_hash
+    if target.template_hash is not None and trained != target.template_hash:
+        # the text stays the target's own; only acceptance suffers, so this is said and not refused
+        logger.warning(
+            "draft (%s) was trained with another chat template (%s, the target has %s): less acceptance",
+            folder,
+            trained[:12],
+            target.template_hash[:12],
+        )
     return Eagle3Drafter(draft, target)

@@ -28,6 +28,8 @@ from specdec.tree import DraftTree
 # one drafting pass costs about this much of a plain decoding step, and the first pass of a proposal
 # (new true rows) counts as one; measured with `specdec bench` on SmolLM2-135M
 PASS_COST = 0.09
+# true rows of one sequence per pass: bounds the scores of a long prompt, [heads, rows, context]
+CATCH_UP_ROWS = 512
 
 
 class _PackedLinear(nn.Module):
@@ -50,6 +52,7 @@ class _Growth:
     parents: list[int] = field(default_factory=lambda: [-1])
     scores: list[float] = field(default_factory=lambda: [0.0])
     scratch: dict[int, int] = field(default_factory=dict)  # node -> its row behind the committed ones
+    scratch_depths: list[int] = field(default_factory=list)  # depth of the node in each such row
 
     def ancestors(self, node: int) -> list[int]:
         """Scratch rows a node sees: its own and those of its drafted ancestors."""
@@ -77,9 +80,8 @@ class Eagle3Drafter:
         )
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
-        self._output = Linear(
-            head.head_weight.detach(), None, packed=packed and fits_fp16(head.head_weight.detach())
-        )
+        output_rows = head.head_weight.detach().float()
+        self._output = Linear(output_rows, None, packed=packed and fits_fp16(output_rows))
         _pack_linears(head, packed=packed)
         self._cache = PagedKVCache(
             num_layers=1,
@@ -118,28 +120,35 @@ class Eagle3Drafter:
         return [_prune(growth) for growth in growths]
 
     def _catch_up(self, sequences: list[Sequence]) -> Tensor:
-        """Compute the rows whose true states are new.
+        """Compute the rows whose true states are new, long prompts in chunks.
 
         Returns:
             The last row's layer output of every sequence [seqs, hidden].
         """
-        states, tokens, positions, slots, attention = [], [], [], [], []
-        last_rows: list[int] = []
-        start = 0
         for seq in sequences:
-            rows = seq.num_computed - seq.draft_computed
+            while seq.num_computed - seq.draft_computed > CATCH_UP_ROWS:
+                self._true_rows([seq], CATCH_UP_ROWS)
+        return self._true_rows(sequences, CATCH_UP_ROWS)
+
+    def _true_rows(self, sequences: list[Sequence], limit: int) -> Tensor:
+        """Compute at most `limit` of each sequence's new rows; the last output of each [seqs, hidden]."""
+        states: list[Tensor] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        attention: list[SequenceAttention] = []
+        last_rows: list[int] = []
+        for seq in sequences:
             first = seq.draft_computed
+            rows = min(limit, seq.num_computed - first)
             assert rows > 0, "a proposal needs at least one new true state"
-            states += seq.pending_states
-            seq.pending_states = []
-            # row k reads token k + 1
-            tokens += seq.token_ids[first + 1 : first + rows + 1]
+            pending = torch.cat(seq.pending_states)
+            states.append(pending[:rows])
+            seq.pending_states = [pending[rows:]] if rows < len(pending) else []
             row_positions = list(range(first, first + rows))
-            positions += row_positions
-            slots += self._cache.slots(seq.block_table, first, first + rows)
             attention.append(
                 SequenceAttention(
-                    query_start=start,
+                    query_start=len(tokens),
                     num_queries=rows,
                     context_len=first,
                     num_new=rows,
@@ -149,9 +158,12 @@ class Eagle3Drafter:
                     new_positions=row_positions,
                 )
             )
-            start += rows
-            last_rows.append(start - 1)
-            seq.draft_computed = seq.num_computed
+            # row k reads token k + 1
+            tokens += seq.token_ids[first + 1 : first + rows + 1]
+            positions += row_positions
+            slots += self._cache.slots(seq.block_table, first, first + rows)
+            last_rows.append(len(tokens) - 1)
+            seq.draft_computed = first + rows
         features = self._head.fuse(torch.cat(states).float())
         z = self._layer(features, tokens, positions, slots, attention)
         return z[torch.tensor(last_rows)]
@@ -232,6 +244,7 @@ class Eagle3Drafter:
                 visible = growth.ancestors(node)
                 mask[offset, visible] = True
                 depth = len(visible)
+            growth.scratch_depths += [depth] * len(frontier)
             # a node at depth d is the token at context + d, so its row is context + d - 1
             query_positions = [context + depth - 1] * len(frontier)
             attention.append(
@@ -243,7 +256,7 @@ class Eagle3Drafter:
                     slots=block_slots(seq.block_table, self._target.block_size, context + num_new),
                     mask=None if bool(mask.all()) else mask,
                     query_positions=query_positions,
-                    new_positions=[],
+                    new_positions=[context + row_depth - 1 for row_depth in growth.scratch_depths],
                 )
             )
             tokens += [growth.tokens[node] for node in frontier]
@@ -267,8 +280,10 @@ def _prune(growth: _Growth) -> DraftTree:
 
 
 def _pack_linears(module: nn.Module, *, packed: bool) -> None:
-    """Swap every linear layer of a head for a packed one where its weight allows."""
+    """Swap the linear layers of a head, which serving then owns, for packed ones where weights allow."""
     for name, child in list(module.named_children()):
+        if name == "lm_head":
+            continue  # the output rows are packed once, in `_output`
         if isinstance(child, nn.Linear):
             weight = child.weight.detach()
             setattr(module, name, _PackedLinear(weight, packed=packed and fits_fp16(weight)))

@@ -78,15 +78,17 @@ def block_slots(block_table: list[int], block_size: int, num_rows: int) -> slice
     return (starts + torch.arange(block_size)).flatten()[:num_rows]
 
 
-_causal_masks: dict[int, Tensor] = {}
+LONGEST_KEPT_MASK = 1024  # one step's default token budget: 1 MB
+_kept_mask: Tensor | None = None
 
 
 def causal_mask(length: int) -> Tensor | None:
     """Bool [length, length] of a chain; None for one row, which sees itself."""
     if length == 1:
         return None
-    if length not in _causal_masks:
-        if len(_causal_masks) > 64:
-            _causal_masks.clear()
-        _causal_masks[length] = torch.ones(length, length, dtype=torch.bool).tril_()
-    return _causal_masks[length]
+    if length > LONGEST_KEPT_MASK:
+        return torch.ones(length, length, dtype=torch.bool).tril_()
+    global _kept_mask
+    if _kept_mask is None:
+        _kept_mask = torch.ones(LONGEST_KEPT_MASK, LONGEST_KEPT_MASK, dtype=torch.bool).tril_()
+    return _kept_mask[:length, :length]

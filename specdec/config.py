@@ -7,12 +7,12 @@ Knows nothing of tensors.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.provenance import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -102,20 +102,17 @@ class ModelConfig:
         Raises:
             SpecdecError: a missing or unreadable config, or an architecture the runtime lacks.
         """
-        path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise SpecdecError(
-                f"target folder ({folder}) has no config.json; give a Hugging Face folder"
-            ) from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise SpecdecError(f"{path} cannot be read as JSON: {error}") from error
-        generation = Path(folder) / "generation_config.json"
+        path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+        if not path.exists():
+            raise SpecdecError(f"target folder ({folder}) has no config.json; give a Hugging Face folder")
+        raw = read_json(path)
         eos = raw.get("eos_token_id")
         if generation.exists():
-            eos = json.loads(generation.read_text()).get("eos_token_id", eos)
-        return cls.from_dict(raw, eos=eos)
+            eos = read_json(generation).get("eos_token_id", eos)
+        try:
+            return cls.from_dict(raw, eos=eos)
+        except (KeyError, TypeError) as error:
+            raise SpecdecError(f"{path} lacks or misstates {error}; it is not a complete config") from error
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], *, eos: int | list[int] | None = None) -> ModelConfig:
@@ -232,6 +229,11 @@ class EngineConfig:
             _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.kv_tokens is not None:
             _check_range("kv_tokens", self.kv_tokens, self.block_size, 1 << 32)
+        if self.device != "cpu":
+            raise SpecdecError(
+                f"device ({self.device!r}) must be 'cpu': this version serves on the processor only (layer "
+                "selection and training also run on a GPU)"
+            )
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")
 

@@ -9,7 +9,6 @@ preempted or chunked (fp32).
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -20,22 +19,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdec.admission import Admission, pool_blocks
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig
-from specdec.detokenize import IncrementalDetokenizer
 from specdec.drafter import Drafter, DraftRequest, TargetView
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.provenance import folder_fingerprint
-from specdec.random_streams import RandomStream
 from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
 from specdec.runner import ModelRunner, StepOutput
-from specdec.sampling import LazyProbs, greedy_tokens
+from specdec.sampling import BadLogitsError, LazyProbs, greedy_tokens
 from specdec.scheduler import ScheduledSequence, Scheduler
-from specdec.sequence import SamplingParams, Sequence, check_prompt
-from specdec.speculation import SpeculationController
+from specdec.sequence import SamplingParams, Sequence
 from specdec.tree import DraftTree, chain_tree
 from specdec.verify import VerifyResult, verify_coupled, verify_greedy
 
@@ -64,7 +61,7 @@ class Engine:
 
     Raises:
         SpecdecError: an unsupported or damaged target, a draft that does not belong to it, or a KV
-            pool too small for one sequence.
+            pool of fewer than two blocks.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class Engine:
             raise SpecdecError(f"max_model_len ({self.max_model_len}) exceeds the target's context ({limit})")
         dtype = DTYPES[self.config.dtype]
         if share is not None:
-            if (share.config.dtype, share.config.packed_weights) != (
-                self.config.dtype,
-                self.config.packed_weights,
-            ):
-                raise SpecdecError("an engine that shares a target must use its dtype and packed_weights")
+            self._check_shared(share)
             self.decoder: Decoder = share.decoder
         else:
             self.decoder = Decoder(
@@ -99,7 +92,10 @@ class Engine:
                 device=self.config.device,
                 packed=self.config.packed_weights,
             )
-        self.blocks = BlockManager(self._num_blocks(dtype), self.config.block_size)
+        self.blocks = BlockManager(
+            pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize),
+            self.config.block_size,
+        )
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.drafter = self._make_drafter(draft)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
@@ -114,6 +110,14 @@ class Engine:
             device=self.config.device,
         )
         self.runner = ModelRunner(self.decoder, cache, self.drafter.boundaries if self.drafter else ())
+        self.admission = Admission(
+            config=self.config,
+            model_config=self.model_config,
+            encoder=self.encoder,
+            drafter=self.drafter,
+            max_model_len=self.max_model_len,
+            pool_rows=self.blocks.num_blocks * self.blocks.block_size,
+        )
         self.times = StepTimes()
         self._next_id = 0
 
@@ -132,7 +136,7 @@ class Engine:
         """
         sequences = self._add_all(prompts, params)
         try:
-            while self.scheduler.has_work:
+            while not all(seq.is_finished for seq in sequences):
                 self.step()
         finally:
             self._abort(sequences)
@@ -149,13 +153,14 @@ class Engine:
         open_requests = set(range(len(sequences)))
         try:
             while open_requests:
-                self.step()
+                emitted = False
                 for index in sorted(open_requests):
                     seq = sequences[index]
                     tokens, characters = sent[index]
                     text = seq.detokenizer.stable_text(finished=seq.is_finished)
                     if not seq.is_finished and seq.num_output == tokens:
                         continue
+                    emitted = True
                     result = result_of(seq) if seq.is_finished else None
                     sent[index] = (seq.num_output, len(text))
                     yield StreamPiece(
@@ -163,6 +168,9 @@ class Engine:
                     )
                     if result is not None:
                         open_requests.discard(index)
+                # another consumer of this engine may have stepped for us meanwhile
+                if open_requests and not emitted:
+                    self.step()
         finally:
             self._abort(sequences)
 
@@ -172,7 +180,26 @@ class Engine:
         plan = self.scheduler.schedule()
         for seq in self.scheduler.preempted:
             self._release_draft(seq)
-        assert plan, "the scheduler found no work although sequences are waiting"
+        assert plan, "a step was asked for, but no sequence has work that fits the pool"
+        try:
+            self._run(plan)
+        except BaseException:
+            # what the step had begun is unknown: finished sequences leave, the others start over
+            for share in plan:
+                self._release_draft(share.seq)
+                if share.seq.is_finished:
+                    self.scheduler.remove(share.seq)
+                else:
+                    self.scheduler.preempt(share.seq)
+            raise
+        finished = [share.seq for share in plan if share.seq.is_finished]
+        for seq in finished:
+            self.scheduler.remove(seq)
+            self._release_draft(seq)
+        return finished
+
+    def _run(self, plan: list[ScheduledSequence]) -> None:
+        """Propose, run, verify and commit for the scheduled sequences."""
         started = time.perf_counter()
         trees = self._propose(plan)
         proposed = time.perf_counter()
@@ -182,15 +209,10 @@ class Engine:
         self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output.taps, output.row_start[index])
-        finished = [share.seq for share in plan if share.seq.is_finished]
-        for seq in finished:
-            self.scheduler.remove(seq)
-            self._release_draft(seq)
         self.times.propose += proposed - started
         self.times.target += ran - proposed
         self.times.verify += time.perf_counter() - ran
         self.times.steps += 1
-        return finished
 
     def audit(self) -> None:
         """Check the KV bookkeeping: every block owned once or free."""
@@ -198,39 +220,7 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Queue one request; `step` works on it."""
-        token_ids = self.encoder.encode(prompt)
-        check_prompt(token_ids, self.model_config.vocab_size, self.max_model_len)
-        max_len = self.max_model_len
-        if params.max_tokens is not None:
-            max_len = min(max_len, len(token_ids) + params.max_tokens)
-        pool_rows = self.blocks.num_blocks * self.blocks.block_size
-        if params.max_tokens is None:
-            max_len = min(max_len, pool_rows)
-        if max_len > pool_rows or len(token_ids) >= pool_rows:
-            raise SpecdecError(
-                f"a request of {max_len} tokens does not fit the KV pool of {pool_rows} tokens; "
-                "raise kv_tokens or lower max_tokens"
-            )
-        if params.stop and self.encoder.tokenizer is None:
-            raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
-        spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= set(self.model_config.eos_token_ids)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        cost = self.drafter.relative_cost(spec) if self.drafter and spec else 0.0
-        seq = Sequence(
-            seq_id=self._next_id,
-            prompt_len=len(token_ids),
-            token_ids=token_ids,
-            params=params,
-            spec=spec,
-            stream=RandomStream(seed),
-            max_len=max_len,
-            stop_ids=frozenset(stop_ids),
-            detokenizer=IncrementalDetokenizer(self.encoder.tokenizer, token_ids[-8:], params.stop),
-            controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
-        )
+        seq = self.admission.make_sequence(self._next_id, prompt, params)
         self._next_id += 1
         self.scheduler.add(seq)
         return seq
@@ -282,23 +272,35 @@ class Engine:
     ) -> list[VerifyResult | None]:
         """What each sequence commits; None for a chunk that stops short of the root, or a failed request.
 
-        A row of NaN logits ends its own sequence with an error and no other.
+        Logits no token can be chosen from (NaN, +inf, nothing but -inf) at a node the walk visits end
+        their own sequence with an error, and no other.
         """
         argmax, bad = greedy_tokens(output.logits) if output.logits.shape[0] else ([], [])
         results: list[VerifyResult | None] = []
         for share, tree, start in zip(plan, trees, output.logits_start, strict=True):
             seq, rows = share.seq, slice(start, start + tree.num_nodes)
-            if start < 0:
-                results.append(None)
-            elif any(bad[rows]):
-                seq.finish("error", "the target produced NaN logits for this request")
-                results.append(None)
-            elif seq.params.greedy:
-                results.append(verify_greedy(tree, argmax[rows]))
-            else:
-                law = LazyProbs(output.logits[rows], seq.params)
-                results.append(verify_coupled(tree, law, seq.stream, len(seq.token_ids) - 1))
+            result = None
+            if start >= 0:
+                result = self._walk(seq, tree, argmax[rows], bad[rows], output.logits[rows])
+                if result is None:
+                    seq.finish("error", "the target produced NaN or infinite logits for this request")
+            results.append(result)
         return results
+
+    @staticmethod
+    def _walk(
+        seq: Sequence, tree: DraftTree, argmax: list[int], bad: list[bool], logits: Tensor
+    ) -> VerifyResult | None:
+        """Walk one tree; None when the walk meets a node with bad logits."""
+        try:
+            if seq.params.greedy:
+                result = verify_greedy(tree, argmax)
+            else:
+                law = LazyProbs(logits, seq.params)
+                result = verify_coupled(tree, law, seq.stream, len(seq.token_ids) - 1)
+        except BadLogitsError:
+            return None
+        return None if any(bad[node] for node in (0, *result.accepted_nodes)) else result
 
     def _commit(
         self,
@@ -337,6 +339,24 @@ class Engine:
             seq.stats.record_step(tree.drafted_per_depth, tree.num_drafted, len(accepted), committed)
             seq.controller.record(tree.num_drafted, committed)
 
+    def _check_shared(self, share: Engine) -> None:
+        """Refuse settings under which the other engine's weights and rotary tables would not be ours."""
+        pairs = {
+            "dtype": (self.config.dtype, share.config.dtype),
+            "device": (self.config.device, share.config.device),
+            "packed_weights": (self.config.packed_weights, share.config.packed_weights),
+        }
+        for name, (ours, theirs) in pairs.items():
+            if ours != theirs:
+                raise SpecdecError(
+                    f"{name} ({ours}) must be {theirs}, as in the engine whose target is shared"
+                )
+        if self.max_model_len > share.max_model_len:
+            raise SpecdecError(
+                f"max_model_len ({self.max_model_len}) must be at most {share.max_model_len}, as in the "
+                "engine that is shared"
+            )
+
     def _make_drafter(self, draft: str | Path | Callable[[TargetView], Drafter] | None) -> Drafter | None:
         if draft is None:
             return None
@@ -360,20 +380,6 @@ class Engine:
         drafter: Drafter = import_module("specdec.drafts").load_drafter(str(draft), view)
         return drafter
 
-    def _num_blocks(self, dtype: torch.dtype) -> int:
-        config, model, size = self.config, self.model_config, self.config.block_size
-        row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-        tokens = config.kv_tokens
-        if tokens is None:
-            wanted = config.max_num_seqs * (self.max_model_len + 64)
-            tokens = min(wanted, config.kv_memory_bytes // row_bytes)
-        blocks = -(-tokens // size)
-        if blocks < 2:
-            raise SpecdecError(
-                f"kv_tokens ({tokens}) must hold at least two blocks of {size}; raise kv_memory_bytes"
-            )
-        return blocks
-
     def _release_draft(self, seq: Sequence) -> None:
         if self.drafter is not None:
             self.drafter.release(seq.seq_id)
@@ -382,5 +388,5 @@ class Engine:
         for seq in sequences:
             if not seq.is_finished:
                 seq.finish("abort")
-                self.scheduler.remove(seq)
-                self._release_draft(seq)
+            self.scheduler.remove(seq)
+            self._release_draft(seq)

@@ -121,6 +121,10 @@ def _keep_largest(weights: Tensor, border: Tensor, count: Tensor) -> Tensor:
     return torch.where(keep, weights, torch.zeros_like(weights))
 
 
+class BadLogitsError(ValueError):
+    """A row was asked for from which no token can be chosen (see `bad_rows`)."""
+
+
 class LazyProbs:
     """Laws of the rows of a logits matrix, each made when it is asked for.
 
@@ -136,7 +140,13 @@ class LazyProbs:
         self._params = params
 
     def __getitem__(self, node: int) -> Tensor:
-        """Law after `node`, float64 `[vocab]`."""
+        """Law after `node`, float64 `[vocab]`.
+
+        Raises:
+            BadLogitsError: NaN or +inf in the row, or nothing but -inf.
+        """
+        if bool(bad_rows(self._logits[node : node + 1])):
+            raise BadLogitsError(f"no token can be chosen after node {node}")
         return process_logits(self._logits[node : node + 1], self._params)[0]
 
 

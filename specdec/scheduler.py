@@ -101,7 +101,7 @@ class Scheduler:
         return [share for share in plan if share.seq.status is SequenceStatus.RUNNING]
 
     def remove(self, seq: Sequence) -> None:
-        """Take a finished or aborted sequence out and give its blocks back."""
+        """Take a finished or aborted sequence out and give its blocks back; a second call does nothing."""
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -136,17 +136,18 @@ class Scheduler:
         """Extend the block table to `rows`, preempting younger sequences; False if `seq` itself gave way."""
         while not self.blocks.can_extend(seq.block_table, rows):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
+            self.preempted.append(victim)
             if victim is seq:
                 return False
         self.blocks.extend(seq.block_table, rows)
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it waits, first in line, and starts over."""
         self.running.remove(seq)
         self.blocks.release(seq.block_table)
         seq.reset_cache()
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
-        self.preempted.append(seq)
         self.num_preemptions += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specdec.config import SpecConfig
 
 # relative time of a target pass over this many rows of one sequence, one row = 1; measured on
-# 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M, `specdec bench --verify-cost`)
+# 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M); see results/LOG.md
 VERIFY_COST: tuple[tuple[int, float], ...] = (
     (4, 1.05),
     (8, 1.45),
@@ -57,16 +57,15 @@ class SpeculationController:
         if not self.adaptive or self.steps < WARM_UP_STEPS or self.committed >= self.cost:
             return spec.max_nodes
         self.idle += 1
-        if self.idle >= PROBE_EVERY:
-            self.idle = 0
-            return spec.max_nodes
-        return 0
+        # once due, a probe stays due until a step has really drafted (a lookup may find nothing)
+        return spec.max_nodes if self.idle >= PROBE_EVERY else 0
 
     def record(self, drafted: int, committed: int) -> None:
         """Record a step: `drafted` nodes verified, `committed` tokens gained. Plain steps do not count."""
         if drafted == 0:
             return
         self.steps += 1
+        self.idle = 0
         cost = verify_cost(1 + drafted) + self.draft_cost
         self.committed += EMA_WEIGHT * (committed - self.committed)
         self.cost += EMA_WEIGHT * (cost - self.cost)

@@ -214,7 +214,7 @@ def train_draft(
         "draft_vocab_coverage": round(coverage, 4),
         "rows_per_second": round(outcome.rows_per_second, 1),
         "seconds": round(outcome.seconds, 1),
-        "loss": round(outcome.last_loss, 4),
+        "loss": None if outcome.last_loss is None else round(outcome.last_loss, 4),
         "acceptance": acceptance.to_dict() if acceptance else None,
     }
     return TrainResult(folder=folder, outcome=outcome, acceptance=acceptance, summary=summary)

@@ -53,7 +53,7 @@ class TrainOutcome:
     slots: int
     seconds: float
     rows_per_second: float
-    last_loss: float
+    last_loss: float | None
     complete: bool
 
 
@@ -198,7 +198,9 @@ class Trainer:
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         begun, before, timed = time.monotonic(), self.seconds, 0.0
-        rows_done, loss, rate = 0, math.nan, 0.0
+        rows_done, rate = 0, 0.0
+        loss: float | None = None
+        first = self.step
         try:
             plan = self._plan(self.epoch)
             while self.step < self.total_steps and not self._stop.is_set():
@@ -213,10 +215,11 @@ class Trainer:
                 loss = numbers["loss"]
                 self.seconds = before + time.monotonic() - begun
                 rate = rows_done / max(self.seconds - before, 1e-9)
-                if self.step == TIMING_STEPS[0]:
+                if self.step - first == TIMING_STEPS[0]:
                     timed = time.monotonic()
-                if self.step == TIMING_STEPS[1] and timed and self.config.max_hours is not None:
-                    self._fit_to_hours(time.monotonic() - timed)
+                if self.step - first == TIMING_STEPS[1] and self.config.max_hours is not None:
+                    now = time.monotonic()
+                    self._fit_to_hours(now - timed, self.config.max_hours * 3600 - (now - begun))
                 if measure:
                     self._log(numbers, rate)
                 if self.step % self.config.save_every == 0 and self.step < self.total_steps:
@@ -245,14 +248,13 @@ class Trainer:
             complete=complete,
         )
 
-    def _fit_to_hours(self, seconds: float) -> None:
-        """Shorten the run, once, to what fits in `max_hours`; the schedule then ends with it."""
-        assert self.config.max_hours is not None, "only asked for with a limit"
+    def _fit_to_hours(self, seconds: float, left: float) -> None:
+        """Shorten the run, once, to what fits in `left` seconds; the schedule then ends with it."""
         per_step = seconds / (TIMING_STEPS[1] - TIMING_STEPS[0])
-        fitting = int(self.config.max_hours * 3600 / per_step)
+        fitting = self.step + max(0, int(left / per_step))
         if fitting < self.total_steps:
             self.report(
-                f"--max-hours {self.config.max_hours:g}: {fitting} steps fit, {self.total_steps} were "
+                f"--max-hours {self.config.max_hours:g}: ends at step {fitting}, not {self.total_steps} as "
                 f"asked for"
             )
             self.total_steps = max(fitting, self.step + 1)

@@ -12,9 +12,9 @@ from specdec.attention import SequenceAttention
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Write rows key, value [T, kv_heads, d] at `slots` [T] of the caches [kv_heads, slots, d].
+    """Write rows key, value [T, kv_heads, d] at `slots` of the caches [kv_heads, slots, d].
 
-    A slot of -1 writes nothing; the caller puts such rows last, so `slots` may be shorter than T.
+    `slots` may be shorter than T: the rows past its end are padding and are not stored.
     """
     rows = slots.shape[0]
     key_cache[:, slots] = key[:rows].transpose(0, 1)

@@ -69,6 +69,19 @@ def test_regenerate_does_not_touch_a_foreign_file(tiny_llama: Path, prompts: Pat
     assert out.read_text() == '{"mine": 1}\n'
 
 
+def test_regenerate_does_not_mix_answers_of_different_sampling(
+    tiny_llama: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file holds the answers of one target under one setting, or training learns from a mixture."""
+    out = tmp_path / "answers.jsonl"
+    command = ["regenerate", str(prompts), "--target", str(tiny_llama), "--out", str(out), "--limit", "2"]
+    assert main([*command, "--max-tokens", "5"]) == 0
+    before = out.read_text()
+    assert main([*command, "--max-tokens", "6"]) == 1
+    assert "max_tokens 5" in capsys.readouterr().err
+    assert out.read_text() == before
+
+
 def test_balanced_order_takes_categories_in_turn() -> None:
     prompts = [Prompt(id=str(i), category="aaab"[i % 4], turns=("x",)) for i in range(16)]
     order = [prompt.category for prompt in ordered_prompts(prompts, "balanced", 0)]
@@ -152,8 +165,8 @@ def test_summary_arithmetic_to_the_last_digit() -> None:
         "fast": [[measured(4, 1.0, [2])], [measured(10, 5.0, [0, 1, 3, 3, 2])]],
     }
     fast = summarise("fast", results, prompts)
-    # seconds per token: plain 1 and 1, fast 1/4 and 1/2
-    assert fast["speedup"] == pytest.approx(2 / 0.75)
+    # plain 14 tokens in 14 s, fast 14 tokens in 6 s
+    assert fast["speedup"] == pytest.approx(14 / 6)
     assert fast["acceptance"]["acceptance_length"] == pytest.approx((3 + 14) / 6)
     assert fast["identical"] == 2
     assert fast["tokens_per_second"] == pytest.approx(14 / 6)
@@ -204,7 +217,8 @@ def test_wrong_shapes_are_usage_errors_that_name_the_option(text: str) -> None:
         (["bench", "TARGET", "--shape", "chain:0"], 2, "--shape"),
         (["bench", "TARGET", "--data", "DATA", "--draft", "nothing-here"], 1, "--draft"),
         (["bench", "TARGET", "--data", "mt_bench"], 1, "512"),
-        (["bench", "TARGET", "--out", "/no/such/folder/x.json"], 1, "--out"),
+        (["bench", "TARGET", "--out", "DATA/x.json"], 2, "--out"),
+        (["generate", "TARGET", "--prompts", "DATA", "--out", "DATA/x.json"], 2, "--out"),
         (["bench", "TARGET", "--transformers", "--temperature", "1"], 2, "--transformers"),
         (["generate", "TARGET", "--prompt", "x", "--temperature", "nan"], 1, "temperature"),
         (["generate", "TARGET", "--prompt", "x", "--prompts", "dev"], 2, "--prompts"),
@@ -224,7 +238,7 @@ def test_wrong_input_is_one_line_that_names_what_was_wrong(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    known = {"TARGET": str(tiny_llama), "DATA": str(prompts)}
+    known = {"TARGET": str(tiny_llama), "DATA": str(prompts), "DATA/x.json": str(prompts / "x.json")}
     assert main([known.get(word, word) for word in arguments]) == code
     error = capsys.readouterr().err
     assert words in error

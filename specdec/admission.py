@@ -1,0 +1,96 @@
+"""Turning a request into the decoding state the loop works on, or refusing it with a reason.
+
+Owns every check on a single request; knows nothing of other requests or of the loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from specdec.config import EngineConfig, ModelConfig
+from specdec.detokenize import IncrementalDetokenizer
+from specdec.drafter import Drafter
+from specdec.errors import SpecdecError
+from specdec.random_streams import RandomStream
+from specdec.requests import Prompt, PromptEncoder
+from specdec.sequence import SamplingParams, Sequence, check_prompt
+from specdec.speculation import SpeculationController
+
+# tokens of the prompt that the detokenizer sees, so that an answer's first token is decoded in context
+PROMPT_TAIL = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Limits of an engine, and what a request needs of it."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    encoder: PromptEncoder
+    drafter: Drafter | None
+    max_model_len: int
+    pool_rows: int
+
+    def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """Decoding state of a new request.
+
+        Raises:
+            SpecdecError: a prompt that cannot be decoded, or that does not fit the context or the pool.
+        """
+        token_ids = self.encoder.encode(prompt)
+        check_prompt(token_ids, self.model_config.vocab_size, self.max_model_len)
+        if params.stop and self.encoder.tokenizer is None:
+            raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
+        spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= set(self.model_config.eos_token_ids)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        cost = self.drafter.relative_cost(spec) if self.drafter and spec else 0.0
+        return Sequence(
+            seq_id=seq_id,
+            prompt_len=len(token_ids),
+            token_ids=token_ids,
+            params=params,
+            spec=spec,
+            stream=RandomStream(seed),
+            max_len=self._max_len(len(token_ids), params.max_tokens),
+            stop_ids=frozenset(stop_ids),
+            detokenizer=IncrementalDetokenizer(self.encoder.tokenizer, token_ids[-PROMPT_TAIL:], params.stop),
+            controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
+        )
+
+    def _max_len(self, prompt_len: int, max_tokens: int | None) -> int:
+        """Length at which the request ends; the pool must be able to hold it alone."""
+        if max_tokens is None:
+            longest = min(self.max_model_len, self.pool_rows)
+        else:
+            longest = min(self.max_model_len, prompt_len + max_tokens)
+        if longest > self.pool_rows or prompt_len >= self.pool_rows:
+            raise SpecdecError(
+                f"a prompt of {prompt_len} tokens with max_tokens ({max_tokens}) does not fit the KV pool of "
+                f"{self.pool_rows} tokens; raise kv_tokens or lower max_tokens"
+            )
+        return longest
+
+
+def pool_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, item_bytes: int) -> int:
+    """Blocks of the KV pool: as configured, else room for every slot's longest text inside the memory limit.
+
+    Raises:
+        SpecdecError: fewer than two blocks.
+    """
+    row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item_bytes
+    tokens = config.kv_tokens
+    if tokens is None:
+        # beside its text a sequence needs room for a tree
+        wanted = config.max_num_seqs * (max_model_len + 64)
+        tokens = min(wanted, config.kv_memory_bytes // row_bytes)
+    blocks = -(-tokens // config.block_size)
+    if blocks < 2:
+        raise SpecdecError(
+            f"the KV pool ({tokens} tokens) must hold at least two blocks of {config.block_size}; raise "
+            "kv_tokens or kv_memory_bytes"
+        )
+    return blocks
