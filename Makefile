@@ -32,7 +32,7 @@ test-gpu:
 
 bench: $(VENV)/.demo
 	$(BIN)/specdec pull smollm2-135m
-	$(BIN)/specdec bench smollm2-135m --data mt_bench
+	$(BIN)/specdec bench smollm2-135m --data mt_bench --draft smollm2-135m --draft ngram --draft ngram+smollm2-135m
 
 clean:
 	rm -rf $(VENV) build *.egg-info

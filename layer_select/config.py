@@ -31,7 +31,7 @@ class ScoreConfig:
             run of the default size has 16 units.
         cka_rows: Rows of one CKA minibatch. The estimate does not depend on it; a Gram costs this squared.
         drop_first: Positions dropped at the start of each text: the attention sink, whose massive activation
-            would dominate the trace of every middle layer's Gram (2502.02013; algorithms.md 1.2).
+            would dominate the trace of every middle layer's Gram (arXiv:2502.02013).
         center: Subtract the mean state of a text before its Gram, as Matrix-Entropy and Diff-eRank do.
         row_normalize: Scale every state to unit length. On, because the draft head reads its taps through a
             norm each, and because unscaled states rank boundaries by their growing length.

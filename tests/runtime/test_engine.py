@@ -42,7 +42,7 @@ def generate_naive(folder: Path, prompt: list[int], max_tokens: int, eos: tuple[
 
 
 class Script:
-    """Fake drafter that knows the continuation of each prompt (faults.md, fixture Script).
+    """Fake drafter that knows the continuation of each prompt.
 
     `pattern` gives, step by step, how many drafted tokens are right; None is always all (ORACLE),
     0 never (ANTI). `branches` adds wrong siblings before the right child.

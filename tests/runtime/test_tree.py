@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specdec.tree import DraftTree, ancestor_mask, chain_tree, merge_trees, path_to, tree_from_paths
 
-# the tree of faults.md, B47
+# a chain beside branches at two depths (fault B47)
 B47_PARENTS = [-1, 0, 0, 1, 1, 2, 5]
 
 
