@@ -294,6 +294,67 @@ def test_a_sequence_that_stops_and_comes_back_drafts_from_true_states(tiny_llama
         assert (states - expected).abs().max() < STATE_TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("spelling", ["{}", "ngram+{}"])
+@pytest.mark.parametrize("shape", [(8, 1, 8), (4, 3, 16)])
+def test_drafting_touches_only_the_sequences_own_blocks(
+    tiny_llama: Path, draft: Path, spelling: str, shape: tuple[int, int, int]
+) -> None:
+    """B50: few slots left in the last page; blocks that nobody owns hold 1e9, in both caches."""
+    prompts = [[7 + row, *range(20, 19 + row)] for row in range(9, 18)]
+    plain = Engine(tiny_llama, config=EngineConfig(kv_tokens=2048))
+    expected = [result.token_ids for result in plain.generate(prompts, GREEDY)]
+    spec = SpecConfig(max_depth=shape[0], top_k=shape[1], max_nodes=shape[2], adaptive=False, ngram_min=1)
+    engine = Engine(plain, draft=spelling.format(draft), config=EngineConfig(kv_tokens=1024, spec=spec))
+    head = getattr(engine.drafter, "head", engine.drafter)
+    caches = [
+        cache.data.view(*cache.data.shape[:3], cache.num_blocks, cache.block_size, -1)
+        for cache in (engine.runner.cache, head._cache)
+    ]
+    for data in caches:
+        data.fill_(1e9)
+    schedule, free = engine.scheduler.schedule, []
+
+    def guarded() -> Any:
+        plan = schedule()
+        owned = {block for seq in engine.scheduler.running for block in seq.block_table}
+        free[:] = [block for block in range(engine.blocks.num_blocks) if block not in owned]
+        for data in caches:
+            data[:, :, :, free] = 1e9
+        return plan
+
+    engine.scheduler.schedule = guarded  # type: ignore[method-assign]
+    sequences = [engine.add(prompt, GREEDY) for prompt in prompts]
+    while engine.scheduler.has_work:
+        engine.step()
+        assert all(bool((data[:, :, :, free] == 1e9).all()) for data in caches)
+    assert [seq.output_ids for seq in sequences] == expected
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 6])
+def test_an_exception_in_a_proposal_harms_no_other_reader(tiny_llama: Path, draft: Path, call: int) -> None:
+    """B75: states taken from a sequence by a proposal that broke must not be lost to its next one."""
+    spec = SpecConfig(max_depth=3, top_k=2, max_nodes=6, adaptive=False)
+    engine, spy = spied(tiny_llama, draft, spec)
+    expected = Engine(engine, config=EngineConfig(kv_tokens=2048)).generate(PROMPTS, GREEDY)
+    other = engine.add(PROMPTS[0], GREEDY)
+    layer, calls = spy.inner._layer, []
+
+    def broken(*args: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == call:
+            raise RuntimeError("broken")
+        return layer(*args)
+
+    spy.inner._layer = broken
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.generate(PROMPTS[1:], GREEDY)
+    engine.audit()
+    while not other.is_finished:
+        engine.step()
+    assert other.output_ids == expected[0].token_ids
+    assert other.stats.drafted > 0
+
+
 def test_every_boundary_can_be_tapped(tiny_llama: Path, tmp_path: Path) -> None:
     """B01-B03: the embedding (0) and the state before the final norm (N) included."""
     for boundaries in ((0,), (4,), (0, 4), (0, 1, 2, 3, 4)):

@@ -36,6 +36,8 @@ MIN_EXPECTED = 5.0
 SAMPLED = {
     "plain": SamplingParams(temperature=1.0),
     "cut": SamplingParams(temperature=1.6, top_k=4, top_p=0.95),
+    "min_p": SamplingParams(temperature=1.4, min_p=0.12),
+    "all": SamplingParams(temperature=1.2, top_k=4, top_p=0.93, min_p=0.1),
 }
 
 Answer = tuple[int, ...]
@@ -96,6 +98,7 @@ def exact_laws(folder: Path) -> dict[str, dict[Answer, float]]:
         if params.top_p < 1.0:
             before = np.cumsum(p[order]) - p[order]
             p[order[before >= params.top_p]] = 0.0
+        p[p < params.min_p * p.max()] = 0.0
         return p / p.sum()
 
     return {
@@ -142,7 +145,15 @@ def count_answers(results: list[GenerationResult]) -> Counter[Answer]:
 
 @pytest.mark.parametrize(
     ("drafts", "setting"),
-    [("no drafts", "plain"), ("chain", "plain"), ("tree", "plain"), ("tree", "cut"), ("every token", "cut")],
+    [
+        ("no drafts", "plain"),
+        ("chain", "plain"),
+        ("tree", "plain"),
+        ("tree", "cut"),
+        ("every token", "cut"),
+        ("tree", "min_p"),
+        ("every token", "all"),
+    ],
 )
 def test_sampled_answers_have_the_law_of_the_target(
     folder: Path, exact_laws: dict[str, dict[Answer, float]], drafts: str, setting: str
