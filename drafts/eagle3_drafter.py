@@ -9,6 +9,7 @@ candidates by path probability at each depth, then the best `max_nodes` over all
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,9 @@ from specdec.models.layers import Linear, fits_fp16, packing_available
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
-from specdec.tree import DraftTree
+from specdec.tree import DraftTree, chain_tree
+
+logger = logging.getLogger(__name__)
 
 # one drafting pass costs about this much of a plain decoding step, and the first pass of a proposal
 # (new true rows) counts as one; measured with `specdec bench` on SmolLM2-135M
@@ -75,9 +78,15 @@ class Eagle3Drafter:
         self.boundaries = head.config.boundaries
         self._head = head
         self._target = target
-        self._rope = RotaryEmbedding(
-            head.config.rope, max_positions=target.max_model_len, device=target.device
-        )
+        # as in training: the head's own context, whatever part of it the engine uses
+        self._rope = RotaryEmbedding(head.config.rope, device=target.device)
+        self._context = head.config.rope.max_position_embeddings
+        if self._context < target.max_model_len:
+            logger.warning(
+                "the draft was made for %d positions, the engine serves %d: nothing is drafted beyond",
+                self._context,
+                target.max_model_len,
+            )
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
         output_rows = head.head_weight.detach().float()
@@ -103,7 +112,11 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        """Grow a tree for every request, all of them in the same passes."""
+        """Grow a tree for every request, all of them in the same passes; none beyond the head's context."""
+        inside = [r for r in requests if len(r.seq.token_ids) + r.max_depth <= self._context]
+        if len(inside) < len(requests):
+            grown = iter(self.propose(inside) if inside else [])
+            return [next(grown) if r in inside else chain_tree(r.seq.token_ids[-1], []) for r in requests]
         hidden = self._catch_up([request.seq for request in requests])
         growths = [_Growth(request, [request.seq.token_ids[-1]]) for request in requests]
         frontiers = [[0]] * len(requests)

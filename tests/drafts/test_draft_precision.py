@@ -84,3 +84,23 @@ def test_a_draft_of_another_chat_template_is_served_with_a_word(
     draft = random_draft(tiny_llama, tmp_path / "draft", template_hash="0123456789abcdef")
     Engine(tiny_llama, draft=draft, config=EngineConfig(kv_tokens=512, spec=SPEC))
     assert "another chat template (0123456789ab" in caplog.text
+
+
+def test_nothing_is_drafted_beyond_the_heads_context(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B39: a draft made for 32 positions beside a target of 512: text unchanged, no row past its context."""
+    draft = random_draft(tiny_llama, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    plain = Engine(tiny_llama, config=EngineConfig(kv_tokens=1024)).generate(PROMPTS, params)
+    results = Engine(tiny_llama, draft=draft, config=EngineConfig(kv_tokens=1024, spec=SPEC)).generate(
+        PROMPTS, params
+    )
+    assert "made for 32 positions" in caplog.text
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        drafting = sum(result.stats.steps_per_depth[:1])
+        assert 0 < drafting <= 32 - len(prompt)
+        assert result.stats.verify_steps > drafting
