@@ -32,6 +32,9 @@ def bench(
     transformers: Annotated[
         bool, typer.Option(help="Also decode with transformers generate (greedy, one by one).")
     ] = False,
+    verify_cost: Annotated[
+        bool, typer.Option("--verify-cost", help="Only measure what a pass over more rows costs.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
     ] = None,
@@ -45,6 +48,11 @@ def bench(
     from specdec.cli.bench_run import BenchPlan, run_bench
     from specdec.cli.console import emit_json
 
+    if verify_cost:
+        from specdec.cli.verify_cost import measure_verify_cost
+
+        emit_json(measure_verify_cost(target))
+        return
     if transformers and temperature > 0:
         raise UsageError("--transformers compares greedy text; leave --temperature at 0")
     summary = run_bench(

@@ -31,7 +31,7 @@ OPTIONS: dict[str, str] = {
     ),
     "bench": (
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
-        "--repeats --warm-up --adaptive --transformers --out"
+        "--repeats --warm-up --adaptive --transformers --verify-cost --out"
     ),
     "demo": "--train --work --prompts --max-tokens",
 }

@@ -150,6 +150,14 @@ def test_bench_measures_every_setting_beside_plain(
     assert plain["acceptance_rate"] is None
 
 
+def test_verify_cost_is_measured_by_rows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(tiny_llama), "--verify-cost"]) == 0
+    passes = last_json(capsys)["passes"]
+    assert [one["rows"] for one in passes] == [1, 4, 8, 12, 16, 24, 32]
+    assert passes[0]["relative"] == 1.0
+    assert all(one["ms"] > 0 for one in passes)
+
+
 def test_summary_arithmetic_to_the_last_digit() -> None:
     """Two prompts with known counts and times: lengths, rates, speedup by hand."""
     prompts = [BenchPrompt(id=str(i), category="c", token_ids=[1]) for i in range(2)]

@@ -1,0 +1,95 @@
+"""What a target pass over several rows of one sequence costs, in units of plain decoding.
+
+The figures behind `specdec.speculation.VERIFY_COST`: one sequence, chains of a token that is hardly
+ever right, so that every step verifies the same number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from specdec.cli.console import print_table, progress
+from specdec.config import EngineConfig, SpecConfig
+from specdec.drafter import DraftRequest
+from specdec.engine import Engine
+from specdec.sequence import SamplingParams
+from specdec.tree import DraftTree, chain_tree
+
+ROWS = (1, 4, 8, 12, 16, 24, 32)
+PROMPT_TOKENS = 128
+STEPS = 24
+REPEATS = 7
+
+
+class FixedDrafter:
+    """Proposes a chain of `length` copies of one token, whatever the text."""
+
+    name = "fixed"
+    boundaries: tuple[int, ...] = ()
+
+    def __init__(self, length: int, vocab_size: int) -> None:
+        self.length, self.vocab_size = length, vocab_size
+
+    def relative_cost(self, spec: SpecConfig) -> float:
+        return 0.0
+
+    def scratch_rows(self, spec: SpecConfig) -> int:
+        return 0
+
+    def release(self, seq_id: int) -> None:
+        """Nothing is kept."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        trees = []
+        for request in requests:
+            root = request.seq.token_ids[-1]
+            # not the root again: models do repeat themselves
+            trees.append(chain_tree(root, [(root + 7) % self.vocab_size] * self.length))
+        return trees
+
+
+def measure_verify_cost(target: str) -> dict[str, Any]:
+    """Median seconds of a target pass by rows, interleaved; prints the table."""
+    config = EngineConfig(max_num_seqs=1, kv_tokens=2048)
+    plain = Engine(target, config=config)
+    engines: dict[int, Engine] = {1: plain}
+    for rows in ROWS[1:]:
+        engines[rows] = _engine(plain, rows)
+    prompt = [100 + index % 400 for index in range(PROMPT_TOKENS)]
+    params = SamplingParams(max_tokens=STEPS, ignore_eos=True)
+    seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    with progress("repeats", REPEATS) as bar:
+        for repeat in range(REPEATS + 1):
+            for rows, engine in engines.items():
+                stream = engine.stream([prompt], params)
+                next(stream)  # the prompt's own pass
+                before, steps = engine.times.target, engine.times.steps
+                for _ in stream:
+                    pass
+                if repeat:  # the first round warms up
+                    seconds[rows].append((engine.times.target - before) / (engine.times.steps - steps))
+            bar.update(repeat)
+    base = median(seconds[1])
+    figures = [
+        {"rows": rows, "ms": 1e3 * median(values), "relative": median(values) / base,
+         "relative_low": min(values) / base, "relative_high": max(values) / base}
+        for rows, values in seconds.items()
+    ]  # fmt: skip
+    print_table(
+        f"target pass, {target}, one sequence at {PROMPT_TOKENS} tokens, median of {REPEATS} interleaved "
+        f"repeats of {STEPS} tokens",
+        ["rows", "ms", "relative to 1 row", "lowest", "highest"],
+        [list(figure.values()) for figure in figures],
+    )
+    return {"schema": "specdec.verify-cost/1", "target": target, "passes": figures}
+
+
+def _engine(plain: Engine, rows: int) -> Engine:
+    spec = SpecConfig(max_depth=min(rows - 1, 32), max_nodes=rows - 1, adaptive=False)
+    return Engine(
+        plain,
+        draft=lambda view: FixedDrafter(rows - 1, view.config.vocab_size),
+        config=replace(plain.config, spec=spec),
+    )
