@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specdec.config import SpecConfig
 
 # relative time of a target pass over this many rows of one sequence, one row = 1; measured on
-# 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M); see results/LOG.md
+# 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M) by `specdec bench --verify-cost`; see results/LOG.md
 VERIFY_COST: tuple[tuple[int, float], ...] = (
     (4, 1.05),
     (8, 1.45),
