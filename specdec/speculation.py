@@ -13,14 +13,7 @@ from specdec.config import SpecConfig
 
 # relative time of a target pass over this many rows of one sequence, one row = 1; measured on
 # 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M) by `specdec bench --verify-cost`; see results/LOG.md
-VERIFY_COST: tuple[tuple[int, float], ...] = (
-    (4, 1.05),
-    (8, 1.45),
-    (12, 1.85),
-    (16, 2.2),
-    (32, 3.6),
-    (64, 6.5),
-)
+VERIFY_COST = ((4, 1.04), (8, 1.32), (12, 1.58), (16, 2.08), (24, 2.58), (32, 3.31))
 EMA_WEIGHT = 0.15  # about the last dozen steps
 PROBE_EVERY = 24  # steps without speculation before one step tries again
 WARM_UP_STEPS = 4  # steps before the policy may switch off
