@@ -34,7 +34,9 @@ from specdec.sampling import BadLogitsError, LazyProbs, greedy_tokens
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.tree import DraftTree, chain_tree
-from specdec.verify import VerifyResult, verify_coupled, verify_greedy
+from specdec.verification.coupled import verify_coupled
+from specdec.verification.greedy import verify_greedy
+from specdec.verification.result import VerifyResult
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -31,7 +31,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
         {"attention", "blocks", "convert", "detokenize", "hf", "sequence", "speculation", "stats", "tree"}
     ),
     frozenset({"drafter", "exact_law", "fetch", "kernels", "requests", "sampling"}),
-    frozenset({"admission", "hub", "models", "paged_kv", "verify"}),
+    frozenset({"admission", "hub", "models", "paged_kv", "verification"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),
     frozenset({"engine"}),

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import verify
 from specdec.exact_law import exact_law
 from specdec.random_streams import Coin, Purpose, UniformSource
 from specdec.sampling import LazyProbs, draw_without_replacement, process_logits
 from specdec.sequence import SamplingParams
 from specdec.tree import DraftTree, chain_tree, merge_trees, tree_from_paths
-from specdec.verify import RULES, Rule, verify_rejection
+from specdec.verification import deterministic, rejection
+from specdec.verification.registry import RULES
+from specdec.verification.rejection import verify_rejection
+from specdec.verification.rules import Rule
 
 # fp64 sums over a few thousand branches; measured errors stay below 1e-14
 LAW_TOLERANCE = 1e-12
@@ -128,7 +130,7 @@ def sampled_tree(stream: UniformSource, draft: Model, branching: Sequence[int]) 
 
 
 def emitted_tokens(tree: DraftTree, rule: Rule, target: Model, stream: UniformSource) -> tuple[int, ...]:
-    result = rule.verify(tree, target_rows(tree, target), stream, POSITION)
+    result = rule.verify(tree, target_rows(tree, target), stream, POSITION, {})
     return (*tree.tokens_of(result.accepted_nodes), result.next_token_id)
 
 
@@ -144,13 +146,15 @@ def law_error(
     def run(stream: UniformSource) -> tuple[int, ...]:
         return emitted_tokens(make_tree(stream), rule, target, wrap(stream))
 
+    emitted_law = rule.emitted_law
+    assert emitted_law is not None
     law = exact_law(run)
     assert abs(sum(law.values()) - 1.0) < LAW_TOLERANCE, "the enumeration lost or gained probability"
     length = max(len(tokens) for tokens in law)
 
     def probability(tokens: tuple[int, ...], start: int) -> float:
         steps = range(start, length)
-        return float(np.prod([rule.emitted_law(target(tokens[:i]))[tokens[i]] for i in steps]))
+        return float(np.prod([emitted_law(target(tokens[:i]), TOY_Q, {})[tokens[i]] for i in steps]))
 
     error = 0.0
     for tokens in itertools.product(range(vocab), repeat=length):
@@ -252,7 +256,7 @@ def keep_the_drawn_token(p: Law, q: Law, token: int) -> tuple[Law, Law]:
 def test_enumeration_catches_a_wrong_residual(
     mutation: Callable[[Law, Law, int], tuple[Law, Law]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "_after_rejection", mutation)
+    monkeypatch.setattr(rejection, "after_rejection", mutation)
     # six ids: with four, the residual sits on one id and hides what is done to q
     target, draft = toy_models("plain", 6)
     error = law_error(lambda stream: sampled_tree(stream, draft, [3]), RULES["rejection"], target, 6)
@@ -306,7 +310,7 @@ def test_enumeration_catches_reordered_or_reranked_siblings(num_drawn: int, num_
 def test_enumeration_catches_a_wrong_rest_after_a_deterministic_rejection(
     mutation: Callable[[Law, int], tuple[Law, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "_without", mutation)
+    monkeypatch.setattr(deterministic, "without", mutation)
     target, _ = toy_models("plain", 4)
     tree = DETERMINISTIC_TREES["siblings"]
     assert law_error(lambda _: tree, RULES["deterministic"], target, 4) > MUTATION_SHIFT

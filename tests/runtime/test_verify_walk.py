@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import verify
 from specdec.random_streams import Purpose, RandomStream
 from specdec.sampling import draw_without_replacement, process_logits, sample
 from specdec.sequence import SamplingParams
 from specdec.tree import DraftTree, chain_tree, path_to, tree_from_paths
-from specdec.verify import verify_coupled, verify_deterministic, verify_greedy, verify_rejection
+from specdec.verification.coupled import verify_coupled
+from specdec.verification.deterministic import verify_deterministic
+from specdec.verification.greedy import verify_greedy
+from specdec.verification.rejection import verify_rejection
+from specdec.verification.result import VerifyResult
 
 POSITION = 11
 LARGEST_COIN = 1 - 2.0**-24
@@ -90,7 +93,7 @@ class ForcedCoin:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", [verify_deterministic, verify_rejection])
 def test_zero_probability_is_never_accepted_and_equal_laws_always_are(
-    rule: Callable[..., verify.VerifyResult], dtype: torch.dtype, u: float
+    rule: Callable[..., VerifyResult], dtype: torch.dtype, u: float
 ) -> None:
     """B45: strict and non-strict comparisons differ exactly at the ends of the interval."""
     p = torch.tensor([[0.0, 0.7, 0.3], [0.2, 0.5, 0.3]], dtype=dtype)
