@@ -11,13 +11,13 @@ from specdec.verification.coupled import COUPLED
 from specdec.verification.deterministic import DETERMINISTIC
 from specdec.verification.greedy import GREEDY
 from specdec.verification.rejection import REJECTION
-from specdec.verification.rules import BoundRule, Knobs, Rule, bind
+from specdec.verification.rules import BoundRule, GivenKnobs, Rule, bind
 
 EXACT_RULES: tuple[Rule, ...] = (GREEDY, DETERMINISTIC, COUPLED, REJECTION)
 RULES: dict[str, Rule] = {rule.name: rule for rule in EXACT_RULES}
 
 
-def rule_named(name: str, knobs: Knobs | None = None) -> BoundRule:
+def rule_named(name: str, knobs: GivenKnobs | None = None) -> BoundRule:
     """Look a rule up and set its knobs; what is not given keeps its default.
 
     Raises:

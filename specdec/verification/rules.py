@@ -28,6 +28,8 @@ Topology = Literal["chain", "tree"]
 # a node whose row is zero has deterministic children, and every rule is exact for those too
 DraftGuarantee = Literal["any", "sampled", "iid", "without_replacement", "deterministic"]
 Knobs = Mapping[str, float]
+# as users write them: words for the knobs that are choices
+GivenKnobs = Mapping[str, float | str]
 VerifyFunction = Callable[[DraftTree, ProbRows, UniformSource, int, Knobs], VerifyResult]
 
 
@@ -41,6 +43,7 @@ class Knob:
         low: least value; `low_open` excludes it.
         high: greatest value; `high_open` excludes it.
         integral: whether only whole numbers are allowed.
+        choices: words that users write instead of a number; the value is then the word's place, from 0.
         meaning: what turning it does, in half a sentence.
     """
 
@@ -51,11 +54,14 @@ class Knob:
     low_open: bool = False
     high_open: bool = False
     integral: bool = False
+    choices: tuple[str, ...] = ()
     meaning: str
 
     @property
     def allowed(self) -> str:
-        """The range as people write it, `(0, 1]`."""
+        """The range as people write it, `(0, 1]` or `p | q`."""
+        if self.choices:
+            return " | ".join(self.choices)
         left, right = "(" if self.low_open else "[", ")" if self.high_open else "]"
         whole = ", a whole number" if self.integral else ""
         return f"{left}{self.low:g}, {self.high:g}{right}{whole}"
@@ -65,6 +71,31 @@ class Knob:
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         return above and below and (not self.integral or (math.isfinite(value) and value == int(value)))
+
+    def value_of(self, given: float | str) -> float | None:
+        """The value for what a user wrote, None when it is not allowed."""
+        if isinstance(given, bool) or not isinstance(given, int | float | str):
+            return None
+        if self.choices:
+            return float(self.choices.index(given)) if given in self.choices else None
+        return float(given) if not isinstance(given, str) and self.contains(given) else None
+
+    def text_of(self, value: float) -> str:
+        """A value as users write it."""
+        return self.choices[int(value)] if self.choices else f"{value:g}"
+
+
+def choice_knob(*, name: str, default: str, choices: tuple[str, ...], meaning: str) -> Knob:
+    """Declare a knob that takes one of some words."""
+    return Knob(
+        name=name,
+        default=float(choices.index(default)),
+        low=0.0,
+        high=len(choices) - 1.0,
+        integral=True,
+        choices=choices,
+        meaning=meaning,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +109,12 @@ class Rule:
         draft: what drafting must guarantee (see `DraftGuarantee`).
         knobs: what users may set.
         emitted_law: law of one emitted token that had a draft, given the tokens before it, from p and q
-            there; None: no law of p and q alone describes it, measure instead.
+            there; None: no law of p and q alone describes it, measure instead. For the rules that say so
+            (truncation-based), of a token that had one draft: more siblings make another law.
+        bonus_law: law of a token that had no draft: the bonus, and the first token of a step without drafts.
         overshoot_bound: least upper bound of pi/p over tokens, laws and drafts; None: there is none.
+        neutral: knobs, as users write them, at which the rule emits `bonus_law` whatever was drafted, which
+            is then the target's law or its greedy choice; None: it has no such setting.
         sentence: what the rule means to who reads the text, in one sentence.
         verify: (tree, law after each node, random numbers, position of the root, knobs) -> result.
     """
@@ -90,7 +125,9 @@ class Rule:
     draft: DraftGuarantee
     knobs: tuple[Knob, ...] = ()
     emitted_law: Callable[[Law, Law, Knobs], Law] | None
+    bonus_law: Callable[[Law, Knobs], Law] = lambda p, knobs: p
     overshoot_bound: Callable[[Knobs], float | None]
+    neutral: GivenKnobs | None = None
     sentence: str
     verify: VerifyFunction
 
@@ -115,7 +152,7 @@ class BoundRule:
     @property
     def label(self) -> str:
         """Name and knobs, `lenience(l=0.4)`: what reports and responses of a lossy run carry."""
-        values = ", ".join(f"{name}={value:g}" for name, value in self.knobs.items())
+        values = ", ".join(f"{knob.name}={knob.text_of(self.knobs[knob.name])}" for knob in self.rule.knobs)
         return f"{self.rule.name}({values})" if values else self.rule.name
 
     @property
@@ -127,6 +164,10 @@ class BoundRule:
         """Law of one token that had a draft, None when the rule declares none."""
         return None if self.rule.emitted_law is None else self.rule.emitted_law(p, q, self.knobs)
 
+    def bonus_law(self, p: Law) -> Law:
+        """Law of one token that had no draft."""
+        return self.rule.bonus_law(p, self.knobs)
+
     def verify(
         self, tree: DraftTree, target_probs: ProbRows, stream: UniformSource, position: int
     ) -> VerifyResult:
@@ -134,25 +175,27 @@ class BoundRule:
         return self.rule.verify(tree, target_probs, stream, position, self.knobs)
 
 
-def bind(rule: Rule, knobs: Knobs) -> BoundRule:
+def bind(rule: Rule, knobs: GivenKnobs) -> BoundRule:
     """Give a rule its knobs.
 
     Raises:
         SpecdecError: an unknown knob, or a value out of range.
     """
     known = {knob.name: knob for knob in rule.knobs}
-    for name, value in knobs.items():
+    values = {knob.name: knob.default for knob in rule.knobs}
+    for name, given in knobs.items():
         if name not in known:
             has = f"its knobs are: {', '.join(known)}" if known else "it has none"
             raise SpecdecError(f"rule {rule.name} has no knob {name}; {has}")
-        knob = known[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not knob.contains(value):
+        value = known[name].value_of(given)
+        if value is None:
+            what = "one of" if known[name].choices else "a number in"
             raise SpecdecError(
-                f"rule {rule.name}: {name} ({value!r}) must be a number in {knob.allowed}; {knob.meaning}"
+                f"rule {rule.name}: {name} ({given!r}) must be {what} {known[name].allowed}; "
+                f"{known[name].meaning}"
             )
-    return BoundRule(
-        rule=rule, knobs={knob.name: float(knobs.get(knob.name, knob.default)) for knob in rule.knobs}
-    )
+        values[name] = value
+    return BoundRule(rule=rule, knobs=values)
 
 
 def exact_rule(
@@ -171,6 +214,7 @@ def exact_rule(
         topology=topology,
         draft=draft,
         emitted_law=lambda p, q, knobs: emitted_law(p),
+        bonus_law=lambda p, knobs: emitted_law(p),
         overshoot_bound=lambda knobs: 1.0,
         sentence=sentence,
         verify=lambda tree, target_probs, stream, position, knobs: verify(
