@@ -12,6 +12,8 @@ from specdec.config import EngineConfig, ModelConfig
 from specdec.detokenize import IncrementalDetokenizer
 from specdec.drafter import Drafter
 from specdec.errors import SpecdecError
+from specdec.grammar import GrammarCompiler
+from specdec.processors import RequestProcessor
 from specdec.random_streams import RandomStream
 from specdec.requests import Prompt, PromptEncoder
 from specdec.sequence import SamplingParams, Sequence, check_prompt
@@ -31,6 +33,7 @@ class Admission:
     drafter: Drafter | None
     max_model_len: int
     pool_rows: int
+    grammars: GrammarCompiler
 
     def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Decoding state of a new request.
@@ -42,6 +45,7 @@ class Admission:
         check_prompt(token_ids, self.model_config.vocab_size, self.max_model_len)
         if params.stop and self.encoder.tokenizer is None:
             raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
+        self._check_ids(params)
         spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -57,9 +61,40 @@ class Admission:
             stream=RandomStream(seed),
             max_len=self._max_len(len(token_ids), params.max_tokens),
             stop_ids=frozenset(stop_ids),
-            detokenizer=IncrementalDetokenizer(self.encoder.tokenizer, token_ids[-PROMPT_TAIL:], params.stop),
+            detokenizer=IncrementalDetokenizer(
+                self.encoder.tokenizer, token_ids[-PROMPT_TAIL:], params.stop, params.min_tokens
+            ),
             controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
+            processor=self._processor(params, len(token_ids), frozenset(stop_ids)),
         )
+
+    def _processor(
+        self, params: SamplingParams, prompt_len: int, stop_ids: frozenset[int]
+    ) -> RequestProcessor | None:
+        """What changes the request's logits; None when nothing does."""
+        if not params.changes_logits:
+            return None
+        bad_words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            bad_words += self.encoder.encode_word(word) if isinstance(word, str) else [word]
+        grammar = self.grammars.start(params.grammar, prompt_len) if params.grammar else None
+        return RequestProcessor(
+            params, prompt_len=prompt_len, stop_ids=stop_ids, bad_words=bad_words, grammar=grammar
+        )
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        """Refuse token ids outside the target's vocabulary."""
+        listed = {
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": params.logit_bias,
+            "bad_words": [token for word in params.bad_words if not isinstance(word, str) for token in word],
+        }
+        for name, ids in listed.items():
+            if ids and max(ids) >= self.model_config.vocab_size:
+                raise SpecdecError(
+                    f"{name} ({max(ids)}) must hold token ids in 0..{self.model_config.vocab_size - 1}"
+                )
 
     def _max_len(self, prompt_len: int, max_tokens: int | None) -> int:
         """Length at which the request ends; the pool must be able to hold it alone."""

@@ -26,9 +26,17 @@ class IncrementalDetokenizer:
 
     The context window idea is that of Hugging Face's and vLLM's streaming decoders: decode the
     last few tokens with and without the new one; the difference is the new text.
+
+    Args:
+        tokenizer: None: there is no text.
+        prompt_tail: the prompt's last tokens, so that the first token is decoded in context.
+        stop: strings that end the text.
+        min_tokens: a stop string counts only when it ends behind the text of that many tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_tail: list[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_tail: list[int], stop: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = list(prompt_tail)
         self._prefix = 0
@@ -36,6 +44,8 @@ class IncrementalDetokenizer:
         self._stop = tuple(stop)
         self._longest_stop = max((len(text) for text in stop), default=0)
         self._text = ""
+        self._guarded_ids = len(self._ids) + min_tokens
+        self._guarded_text = 0
 
     @property
     def text(self) -> str:
@@ -77,7 +87,7 @@ class IncrementalDetokenizer:
         if not final and len(after) <= len(before):
             return False
         self._prefix, self._read = self._read, end
-        return self._append(after[len(before) :])
+        return self._append(after[len(before) :], guarded=end <= self._guarded_ids)
 
     def stable_text(self, *, finished: bool) -> str:
         """Text that no later token can take back: all of it but the longest possible stop prefix."""
@@ -92,10 +102,18 @@ class IncrementalDetokenizer:
                     break
         return text[: len(text) - held]
 
-    def _append(self, new: str) -> bool:
-        start = max(0, len(self._text) - self._longest_stop + 1)
+    def _append(self, new: str, *, guarded: bool) -> bool:
+        start = len(self._text)
         self._text += new
-        found = [position for stop in self._stop if (position := self._text.find(stop, start)) >= 0]
+        if guarded:
+            self._guarded_text = len(self._text)
+            return False
+        found = []
+        for stop in self._stop:
+            first = max(0, max(start, self._guarded_text) - len(stop) + 1)
+            position = self._text.find(stop, first)
+            if position >= 0:
+                found.append(position)
         if not found:
             return False
         self._text = self._text[: min(found)]

@@ -17,25 +17,23 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from specdec.acceptance import commit_tokens, verify_step
 from specdec.admission import Admission, pool_blocks
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig
 from specdec.drafter import Drafter, DraftRequest, TargetView
 from specdec.errors import SpecdecError
+from specdec.grammar import GrammarCompiler
 from specdec.hub import resolve_target
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.provenance import folder_fingerprint
-from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
+from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, logprobs_of, result_of
 from specdec.runner import ModelRunner, StepOutput
-from specdec.sampling import BadLogitsError, LazyProbs, greedy_tokens
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.tree import DraftTree, chain_tree
-from specdec.verification.coupled import verify_coupled
-from specdec.verification.greedy import verify_greedy
 from specdec.verification.result import VerifyResult
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -112,13 +110,18 @@ class Engine:
             device=self.config.device,
         )
         self.runner = ModelRunner(self.decoder, cache, self.drafter.boundaries if self.drafter else ())
-        self.admission = Admission(
+        self.admission: Admission = Admission(
             config=self.config,
             model_config=self.model_config,
             encoder=self.encoder,
             drafter=self.drafter,
             max_model_len=self.max_model_len,
             pool_rows=self.blocks.num_blocks * self.blocks.block_size,
+            grammars=share.admission.grammars
+            if share
+            else GrammarCompiler(
+                self.encoder.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
+            ),
         )
         self.times = StepTimes()
         self._next_id = 0
@@ -166,7 +169,11 @@ class Engine:
                     result = result_of(seq) if seq.is_finished else None
                     sent[index] = (seq.num_output, len(text))
                     yield StreamPiece(
-                        index=index, token_ids=seq.output_ids[tokens:], text=text[characters:], result=result
+                        index=index,
+                        token_ids=seq.output_ids[tokens:],
+                        text=text[characters:],
+                        logprobs=logprobs_of(seq, tokens),
+                        result=result,
                     )
                     if result is not None:
                         open_requests.discard(index)
@@ -210,7 +217,7 @@ class Engine:
         results = self._verify(plan, trees, output)
         self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         for index, share in enumerate(plan):
-            self._commit(share, trees[index], results[index], output.taps, output.row_start[index])
+            self._commit(share, trees[index], results[index], output, index)
         self.times.propose += proposed - started
         self.times.target += ran - proposed
         self.times.verify += time.perf_counter() - ran
@@ -272,74 +279,30 @@ class Engine:
     def _verify(
         self, plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
     ) -> list[VerifyResult | None]:
-        """What each sequence commits; None for a chunk that stops short of the root, or a failed request.
-
-        Logits no token can be chosen from (NaN, +inf, nothing but -inf) at a node the walk visits end
-        their own sequence with an error, and no other.
-        """
-        argmax, bad = greedy_tokens(output.logits) if output.logits.shape[0] else ([], [])
-        results: list[VerifyResult | None] = []
-        for share, tree, start in zip(plan, trees, output.logits_start, strict=True):
-            seq, rows = share.seq, slice(start, start + tree.num_nodes)
-            result = None
-            if start >= 0:
-                result = self._walk(seq, tree, argmax[rows], bad[rows], output.logits[rows])
-                if result is None:
-                    seq.finish("error", "the target produced NaN or infinite logits for this request")
-            results.append(result)
-        return results
-
-    @staticmethod
-    def _walk(
-        seq: Sequence, tree: DraftTree, argmax: list[int], bad: list[bool], logits: Tensor
-    ) -> VerifyResult | None:
-        """Walk one tree; None when the walk meets a node with bad logits."""
-        try:
-            if seq.params.greedy:
-                result = verify_greedy(tree, argmax)
-            else:
-                law = LazyProbs(logits, seq.params)
-                result = verify_coupled(tree, law, seq.stream, len(seq.token_ids) - 1)
-        except BadLogitsError:
-            return None
-        return None if any(bad[node] for node in (0, *result.accepted_nodes)) else result
+        return verify_step(plan, trees, output)
 
     def _commit(
         self,
         share: ScheduledSequence,
         tree: DraftTree,
         result: VerifyResult | None,
-        taps: Tensor | None,
-        row: int,
+        output: StepOutput,
+        index: int,
     ) -> None:
-        """Add a step's tokens to a sequence, up to the first that ends it, and keep its new states."""
-        seq = share.seq
+        """Keep a sequence's new states and write its tokens down; `index` is its place in the plan."""
+        seq, row = share.seq, output.row_start[index]
         accepted = result.accepted_nodes if result else []
         root_row = row + share.num_rows - 1
-        if taps is not None and seq.spec is not None:
+        if output.taps is not None and seq.spec is not None:
             seq.pending_states.append(
-                taps[[*range(row, root_row + 1), *(root_row + node for node in accepted)]]
+                output.taps[[*range(row, root_row + 1), *(root_row + node for node in accepted)]]
             )
         was_prefill = share.is_prefill
         seq.num_computed += share.num_rows + len(accepted)
-        if result is None:
-            return
-        committed = 0
-        for token in [*tree.tokens_of(accepted), result.next_token_id]:
-            seq.token_ids.append(token)
-            committed += 1
-            # a stop wins over the length limit when both fall on the same token
-            if seq.detokenizer.push(token) or token in seq.stop_ids:
-                seq.finish("stop")
-                break
-            if seq.remaining_tokens() <= 0:
-                seq.finish("length")
-                break
-        if seq.is_finished:
-            seq.detokenizer.flush()
-        if not was_prefill:
-            seq.stats.record_step(tree.drafted_per_depth, tree.num_drafted, len(accepted), committed)
-            seq.controller.record(tree.num_drafted, committed)
+        if result is not None:
+            start = output.logits_start[index]
+            node_logits = output.logits[start : start + tree.num_nodes]
+            commit_tokens(seq, tree, result, node_logits, was_prefill=was_prefill)
 
     def _check_shared(self, share: Engine) -> None:
         """Refuse settings under which the other engine's weights and rotary tables would not be ours."""

@@ -1,7 +1,7 @@
 """Errors that are the user's to mend.
 
-Owns the two exception types whose message is written for people: the command line prints it in one line,
-without a traceback. Knows nothing of how it is shown. A message says what was given, what is allowed and
+Owns the exception types whose message is written for people: the command line prints it in one line, without
+a traceback; the message of `BadLogitsError` stands in the result of its request. Knows nothing of how it is shown. A message says what was given, what is allowed and
 what to do next. Mistakes of the project itself are assertions, not these.
 """
 
@@ -12,3 +12,7 @@ class SpecdecError(ValueError):
 
 class UsageError(SpecdecError):
     """An option or argument is wrong before any work was started (exit 2)."""
+
+
+class BadLogitsError(ValueError):
+    """A request's next token cannot be chosen; the text is that request's own error, others are unharmed."""

@@ -76,6 +76,20 @@ def load_tokenizer(folder: str | Path) -> Any:
         ) from error
 
 
+def tokenizer_json(tokenizer: Any) -> str:
+    """Everything a fast tokenizer does, in the JSON of the `tokenizers` library.
+
+    Raises:
+        SpecdecError: a tokenizer written in Python, which has no such form.
+    """
+    if not tokenizer.is_fast:
+        raise SpecdecError(
+            f"tokenizer ({type(tokenizer).__name__}) must be a fast one (tokenizer.json) for grammars"
+        )
+    text: str = tokenizer.backend_tokenizer.to_str()
+    return text
+
+
 def load_hf_model(folder: str | Path, *, dtype: str = "float32", device_map: Any = None) -> Any:
     """Load a decoder-only causal LM from a folder, in eval mode and without gradients.
 

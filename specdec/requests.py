@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.hf import encode_text, load_tokenizer, render_chat, template_hash
+from specdec.logprobs import TokenLogprobs
 from specdec.sequence import Sequence
 from specdec.stats import SpecStats
 
@@ -20,7 +21,10 @@ Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
-    """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why)."""
+    """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why).
+
+    `logprobs` has one entry per output token, None when they were not asked for.
+    """
 
     token_ids: list[int]
     text: str
@@ -28,16 +32,22 @@ class GenerationResult:
     prompt_token_ids: list[int]
     seed: int
     stats: SpecStats
+    logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPiece:
-    """New tokens and text of request `index`; `result` comes with the last piece."""
+    """New tokens and text of request `index`; `result` comes with the last piece.
+
+    The tokens of a piece may be ahead of its text, which waits for whole characters and
+    possible stop strings.
+    """
 
     index: int
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprobs] | None = None
     result: GenerationResult | None = None
 
 
@@ -69,6 +79,17 @@ class PromptEncoder:
             raise SpecdecError("prompt must be a string, a list of token ids, or a list of chat messages")
         return [int(item) for item in items]
 
+    def encode_word(self, text: str) -> list[tuple[int, ...]]:
+        """Token sequences that write a text: at the beginning of a line, and behind a space.
+
+        Raises:
+            SpecdecError: a target without tokenizer.
+        """
+        tokenizer = self._need()
+        spellings = (text, " " + text.lstrip())
+        sequences = [tuple(tokenizer.encode(each, add_special_tokens=False)) for each in spellings]
+        return list(dict.fromkeys(sequence for sequence in sequences if sequence))
+
     def _need(self) -> Any:
         if self.tokenizer is None:
             raise SpecdecError(f"target ({self.folder}) has no tokenizer; pass token ids")
@@ -84,5 +105,11 @@ def result_of(seq: Sequence) -> GenerationResult:
         prompt_token_ids=seq.token_ids[: seq.prompt_len],
         seed=seq.stream.seed,
         stats=seq.stats,
+        logprobs=logprobs_of(seq, 0),
         error=seq.error,
     )
+
+
+def logprobs_of(seq: Sequence, first: int) -> list[TokenLogprobs] | None:
+    """Entries of the output tokens from number `first` on; None when they were not asked for."""
+    return None if seq.params.logprobs is None else seq.logprobs[first:]

@@ -1,24 +1,31 @@
 """From logits to the law a token is drawn from, and drawing from it.
 
-Owns temperature, top-k, top-p, min-p (in this order, as Hugging Face and vLLM apply them to one another), the
-greedy choice, and inverse-CDF draws with and without replacement. Does not know trees or acceptance. Laws are
-float64: verification subtracts and divides them. Ties at a border or at the maximum go to the lowest id, on
-every path, so that two paths with equal logits choose equally.
+Owns temperature, top-k, top-p, min-p, typical-p (in this order, Hugging Face's), the greedy choice, and
+inverse-CDF draws with and without replacement. Penalties and masks have done their work before
+(`specdec.processors`). Does not know trees or acceptance. Laws are float64: verification subtracts and
+divides them. Ties at a border or at the maximum go to the lowest id, on every path, so that two paths with
+equal logits choose equally. Typical-p: Meister et al., arXiv 2202.00666.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.errors import BadLogitsError
 from specdec.random_streams import Coin, Purpose, UniformSource
-from specdec.sequence import GREEDY_TEMPERATURE, SamplingParams
+from specdec.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 # top-p needs the largest values only; most laws reach their mass within the first few hundred
 _FIRST_PREFIX = 256
 _PREFIX_GROWTH = 16
+
+TARGET_FAULT = "the target produced NaN or infinite logits for this request"
 
 
 def greedy_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
@@ -49,14 +56,14 @@ def bad_rows(logits: Tensor) -> Tensor:
 
 
 def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Turn logits into the law to draw from: temperature, then top-k, then top-p, then min-p.
+    """Turn logits into the law to draw from: temperature, top-k, top-p, min-p, typical-p.
 
     Each filter sees what the one before it left, renormalised. Temperatures up to 1e-5 give all the mass to
     the greedy choice. Rows that `bad_rows` reports come out as NaN.
 
     Args:
         logits: `[rows, vocab]`, float32 as a rule.
-        params: temperature, top_k (0 or -1: off), top_p, min_p.
+        params: temperature, top_k (0 or -1: off), top_p, min_p, typical_p.
 
     Returns:
         float64 `[rows, vocab]`; rows sum to 1 and filtered ids have exactly 0.
@@ -80,7 +87,25 @@ def process_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0.0:
         # the largest weight is exactly 1
         weights = weights.masked_fill(weights < params.min_p, 0.0)
-    return weights.div_(weights.sum(dim=-1, keepdim=True))
+    weights = weights.div_(weights.sum(dim=-1, keepdim=True))
+    return _keep_typical(weights, params.typical_p) if params.typical_p < 1.0 else weights
+
+
+def _keep_typical(probs: Tensor, mass: float) -> Tensor:
+    """Keep the ids whose surprise is nearest to the entropy, as few as reach the mass; renormalise.
+
+    Args:
+        probs: laws `[rows, vocab]`.
+        mass: at least this much stays, the id that crosses it included.
+    """
+    surprise = -probs.log()
+    entropy = torch.where(probs > 0, probs * surprise, 0.0).sum(dim=-1, keepdim=True)
+    # a stable order: the lowest id first among equally typical ones
+    order = (surprise - entropy).abs().sort(dim=-1, stable=True).indices
+    before = probs.gather(-1, order).cumsum(dim=-1)[:, :-1]
+    dropped = torch.nn.functional.pad(before >= mass, (1, 0), value=False)
+    kept = probs.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def _num_candidates(params: SamplingParams, vocab: int) -> int:
@@ -121,21 +146,23 @@ def _keep_largest(weights: Tensor, border: Tensor, count: Tensor) -> Tensor:
     return torch.where(keep, weights, torch.zeros_like(weights))
 
 
-class BadLogitsError(ValueError):
-    """A row was asked for from which no token can be chosen (see `bad_rows`)."""
+class LogitRows(Protocol):
+    """Logits of a tree's nodes: a Tensor `[nodes, vocab]`, or rows made on demand (`NodeLogits`)."""
+
+    def __getitem__(self, node: int, /) -> Tensor: ...
 
 
 class LazyProbs:
-    """Laws of the rows of a logits matrix, each made when it is asked for.
+    """Laws of some rows of logits, each made when it is asked for.
 
     A walk down a tree reads one row per level; the other rows need not be made.
 
     Args:
-        logits: `[nodes, vocab]`.
+        logits: rows `[vocab]` by node.
         params: as for `process_logits`.
     """
 
-    def __init__(self, logits: Tensor, params: SamplingParams) -> None:
+    def __init__(self, logits: LogitRows, params: SamplingParams) -> None:
         self._logits = logits
         self._params = params
 
@@ -145,9 +172,48 @@ class LazyProbs:
         Raises:
             BadLogitsError: NaN or +inf in the row, or nothing but -inf.
         """
-        if bool(bad_rows(self._logits[node : node + 1])):
-            raise BadLogitsError(f"no token can be chosen after node {node}")
-        return process_logits(self._logits[node : node + 1], self._params)[0]
+        row = self._logits[node][None]
+        if bool(bad_rows(row)):
+            raise BadLogitsError(TARGET_FAULT)
+        return process_logits(row, self._params)[0]
+
+
+class LazyChoices(Sequence[int]):
+    """Greedy tokens of some rows of logits, each chosen when it is asked for.
+
+    Args:
+        logits: rows `[vocab]` by node.
+        num_nodes: how many rows there are.
+    """
+
+    def __init__(self, logits: LogitRows, num_nodes: int) -> None:
+        self._logits = logits
+        self._num_nodes = num_nodes
+
+    def __len__(self) -> int:
+        return self._num_nodes
+
+    @overload
+    def __getitem__(self, node: int) -> int: ...
+
+    @overload
+    def __getitem__(self, node: slice) -> list[int]: ...
+
+    def __getitem__(self, node: int | slice) -> int | list[int]:
+        """Token after `node`.
+
+        Raises:
+            BadLogitsError: NaN or +inf in the row, or nothing but -inf.
+        """
+        if isinstance(node, slice):
+            return [self[index] for index in range(*node.indices(len(self)))]
+        tokens, bad = greedy_tokens(self._logits[node][None])
+        if bad[0]:
+            raise BadLogitsError(TARGET_FAULT)
+        return tokens[0]
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[node] for node in range(len(self)))
 
 
 def as_law(row: Tensor | NDArray[np.float64]) -> NDArray[np.float64]:

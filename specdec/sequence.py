@@ -1,4 +1,4 @@
-"""A request's sampling parameters and its decoding state.
+"""A request's decoding state.
 
 `Sequence` is the one mutable record of the runtime: token ids, block table, how far the KV cache
 reaches, and what the drafter has yet to read. Host data only, except the pending feature rows.
@@ -7,84 +7,23 @@ reaches, and what the drafter has yet to read. Host data only, except the pendin
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.config import SpecConfig
 from specdec.errors import SpecdecError
 from specdec.random_streams import RandomStream
+from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec.detokenize import IncrementalDetokenizer
+    from specdec.logprobs import TokenLogprobs
+    from specdec.processors import RequestProcessor
     from specdec.speculation import SpeculationController
-
-GREEDY_TEMPERATURE = 1e-5  # at and below this, sampling is greedy on every path
-MAX_STOP_STRINGS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens and when to stop.
-
-    temperature 0 (up to 1e-5) is greedy; top_k 0 or -1 means off. `max_tokens` None runs to the
-    context's end. `seed` None draws a fresh one, recorded in the result.
-    `spec` overrides the engine's speculation settings for this request; `speculate` False turns
-    speculation off for it.
-
-    Raises:
-        SpecdecError: a value out of range, NaN included; the message names field, value and range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int | None = 256
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    speculate: bool = True
-    spec: SpecConfig | None = None
-
-    def __post_init__(self) -> None:
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, exclude_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, 1 << 30)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 1 << 30)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in self.stop):
-            raise SpecdecError(
-                f"stop ({len(self.stop)} entries) must be at most {MAX_STOP_STRINGS} non-empty strings"
-            )
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, 1 << 31)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature <= GREEDY_TEMPERATURE
-
-
-def _check_float(name: str, value: Any, low: float, high: float, exclude_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (exclude_low and value == low):
-        bracket = "(" if exclude_low else "["
-        raise SpecdecError(f"{name} ({value!r}) must be a number in {bracket}{low}, {high}]")
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise SpecdecError(f"{name} ({value!r}) must be an integer in {low}..{high}")
 
 
 class SequenceStatus(enum.Enum):
@@ -100,7 +39,9 @@ class Sequence:
     """Decoding state of one request.
 
     Invariant while decoding: `num_computed == len(token_ids) - 1`; the last committed token is the
-    root of the next tree, and its KV row does not exist yet.
+    root of the next tree, and its KV row does not exist yet. `processor` is None when nothing but temperature
+    and filters changes the target's logits; `logprobs` has an entry per output token when they were asked
+    for.
     """
 
     seq_id: int
@@ -113,12 +54,14 @@ class Sequence:
     stop_ids: frozenset[int]
     detokenizer: IncrementalDetokenizer
     controller: SpeculationController
+    processor: RequestProcessor | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     draft_computed: int = 0
     pending_states: list[Tensor] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
 

@@ -28,16 +28,18 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"config", "provenance", "random_streams"}),
     frozenset(
-        {"attention", "blocks", "convert", "detokenize", "hf", "sequence", "speculation", "stats", "tree"}
+        {"attention", "blocks", "constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
+        | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
+        | {"stats", "tree"}
     ),
-    frozenset({"drafter", "exact_law", "fetch", "kernels", "requests", "sampling"}),
+    frozenset({"drafter", "exact_law", "fetch", "kernels", "requests"}),
     frozenset({"admission", "hub", "models", "paged_kv", "verification"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),
-    frozenset({"engine"}),
+    frozenset({"acceptance", "engine"}),
 )
 # pairs of one tier that only annotations need, imported under TYPE_CHECKING: no circle at run time
-TYPE_ONLY = {"sequence": {"detokenize", "speculation"}}
+TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "speculation"}}
 
 
 @cache
