@@ -32,7 +32,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
         | {"stats", "tree"}
     ),
-    frozenset({"drafter", "exact_law", "fetch", "kernels", "requests"}),
+    frozenset({"divergence", "drafter", "exact_law", "fetch", "kernels", "requests"}),
     frozenset({"admission", "hub", "models", "paged_kv", "verification"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),

@@ -37,12 +37,12 @@ def verify_rejection(
         q = draft_row(tree, node)
         if q is None:
             return choose_deterministic(tree, children, p, coins)
-        return _choose_sampled(tree, children, p, q, coins)
+        return choose_sampled(tree, children, p, q, coins)
 
     return walk(tree, target_probs, stream, position, choose)
 
 
-def _choose_sampled(tree: DraftTree, children: list[int], p: Law, q: Law, coins: Sequence[Coin]) -> Choice:
+def choose_sampled(tree: DraftTree, children: list[int], p: Law, q: Law, coins: Sequence[Coin]) -> Choice:
     """Pick a child, or none and the residual of p.
 
     A second copy of a drawn token has no probability left in q: it tells nothing and is passed over.

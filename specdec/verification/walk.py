@@ -29,7 +29,12 @@ def draft_row(tree: DraftTree, node: int) -> Law | None:
 
 
 def walk(
-    tree: DraftTree, target_probs: ProbRows, stream: UniformSource, position: int, choose: ChooseChild
+    tree: DraftTree,
+    target_probs: ProbRows,
+    stream: UniformSource,
+    position: int,
+    choose: ChooseChild,
+    bonus: Callable[[Law], Law] = lambda p: p,
 ) -> VerifyResult:
     """Descend while a child is accepted, then draw the next token from what is left of p.
 
@@ -39,6 +44,7 @@ def walk(
         stream: the request's random numbers.
         position: absolute position of the tree's root.
         choose: the rule at one node; called only for nodes with children.
+        bonus: law of the token after a leaf, from p there.
     """
     coins = stream.uniform(position, Purpose.ACCEPT, count=tree.num_nodes)
     accepted: list[int] = []
@@ -51,6 +57,5 @@ def walk(
         accepted.append(child)
         node = child
     (u,) = stream.uniform(position, Purpose.BONUS)
-    return VerifyResult(
-        accepted_nodes=accepted, next_token_id=sample(target_probs[node], u), next_kind="bonus"
-    )
+    next_token_id = sample(bonus(as_law(target_probs[node])), u)
+    return VerifyResult(accepted_nodes=accepted, next_token_id=next_token_id, next_kind="bonus")
