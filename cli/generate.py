@@ -24,6 +24,32 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the most probable tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one.")] = 0.0,
+    typical_p: Annotated[float, typer.Option(help="Mass of the most typical tokens to keep.")] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: fewer tokens of prompt and answer again.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="-2..2, off the logit of a token the answer has.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="-2..2, off the logit each time the answer has it.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=VALUE, added to a token's logit; may be repeated.")
+    ] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Text the answer must not contain; may be repeated.")
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, help="No end before this many tokens.")] = 0,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema the answer must obey.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Expression the whole answer must match.")] = None,
+    ebnf: Annotated[Path | None, typer.Option(help="File with a grammar (GBNF or Lark) to obey.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report each token's log-probability and this many best ones.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampled text [default: a fresh one].")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
@@ -34,13 +60,16 @@ def generate(
     Example: specdec generate smollm2-135m --draft smollm2-135m --prompt "Why is the sky blue?"
     """
     from specdec.cli.generation import GenerationPlan, answer_file, answer_one, chat
+    from specdec.cli.sampling_options import parse_logit_bias, read_grammar
     from specdec.cli.shapes import parse_shape
-    from specdec.sequence import SamplingParams
+    from specdec.sampling_params import SamplingParams
 
     if prompt is not None and prompts is not None:
         raise UsageError("--prompt and --prompts exclude each other; give one of them")
     if out is not None and prompts is None:
         raise UsageError("--out needs --prompts")
+    if logprobs is not None and prompt is None and out is None:
+        raise UsageError("--logprobs needs --prompt, or --prompts with --out")
     plan = GenerationPlan(
         target=target,
         draft=draft,
@@ -49,6 +78,16 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=parse_logit_bias(logit_bias or ()),
+            bad_words=tuple(bad_word or ()),
+            min_tokens=min_tokens,
+            grammar=read_grammar(json_schema, regex, ebnf),
+            logprobs=logprobs,
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),

@@ -17,7 +17,7 @@ from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.provenance import RunRecord, sha256_file
 from specdec.requests import GenerationResult, Prompt
-from specdec.sequence import SamplingParams
+from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
 
 
@@ -44,7 +44,7 @@ def answer_one(plan: GenerationPlan, text: str) -> None:
     """Stream one answer to stdout, then the JSON line."""
     result, seconds = _stream(plan.engine(1), plan, plan.as_prompt(text))
     print(flush=True)
-    emit_json(_summary([result], seconds, plan))
+    emit_json({**_summary([result], seconds, plan), **_logprobs(result)})
 
 
 def chat(plan: GenerationPlan) -> None:
@@ -95,7 +95,13 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
         if result.error:
             raise SpecdecError(f"prompt {prompt.id}: {result.error}")
     records = [
-        {"id": prompt.id, "text": result.text, "finish_reason": result.finish_reason, **_counts(result)}
+        {
+            "id": prompt.id,
+            "text": result.text,
+            "finish_reason": result.finish_reason,
+            **_counts(result),
+            **_logprobs(result),
+        }
         for prompt, result in zip(prompts, results, strict=True)
     ]
     if out is None:
@@ -144,6 +150,11 @@ def _counts(result: GenerationResult) -> dict[str, Any]:
         "committed": stats.committed,
         "acceptance_length": stats.acceptance_length,
     }
+
+
+def _logprobs(result: GenerationResult) -> dict[str, Any]:
+    """Log-probabilities under their own key; nothing when they were not asked for."""
+    return {} if result.logprobs is None else {"logprobs": [asdict(entry) for entry in result.logprobs]}
 
 
 def _summary(results: list[GenerationResult], seconds: float, plan: GenerationPlan) -> dict[str, Any]:

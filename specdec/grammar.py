@@ -155,6 +155,7 @@ class GrammarCompiler:
 
 
 def _one_line(text: str) -> str:
-    """The first line of an error's text."""
-    lines = text.strip().splitlines()
-    return lines[0] if lines else "no reason given"
+    """The first line of the engine's report, with its reason where that stands further down."""
+    lines = [line.strip() for line in text.strip().splitlines()] or ["no reason given"]
+    reason = next((line for line in lines[1:] if line.startswith("error:")), "")
+    return f"{lines[0]} {reason.removeprefix('error:').strip()}".strip()

@@ -27,7 +27,9 @@ OPTIONS: dict[str, str] = {
     ),
     "generate": (
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
-        "--top-p --seed --stop --batch-size --limit"
+        "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
+        "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --seed --stop "
+        "--batch-size --limit"
     ),
     "bench": (
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
