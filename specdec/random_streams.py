@@ -6,7 +6,7 @@ et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), numpy's implementat
 keeps stable.
 
 Counter words, lowest first: block of four numbers, node, purpose, position; key: the seed. `position` is
-the absolute position of a committed token: the step's root, or (coupled draws) the token a draw follows.
+the absolute position of a committed token: the step's root, or (races) the token a draw follows.
 Steps have different roots, so even a rule that looks at later tokens before it accepts an earlier one never
 meets a number twice.
 """
@@ -18,10 +18,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 # 53 random bits: every double of that grid in [0, 1), 1 itself never
 _TO_UNIT = 2.0**-53
 _DROPPED_BITS = np.uint64(11)
+# races use one bit less, which leaves room for a half
+_DROPPED_BITS_OF_RACES = np.uint64(12)
+_TO_UNIT_OF_RACES = 2.0**-52
 _FULL_BUFFER = 4
 
 
@@ -32,6 +36,7 @@ class Purpose(enum.IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     BONUS = 3
+    RACE = 4
 
 
 class Coin(Protocol):
@@ -45,6 +50,10 @@ class UniformSource(Protocol):
 
     def uniform(self, position: int, purpose: Purpose, count: int = 1, node: int = 0) -> Sequence[Coin]:
         """Numbers of one place; asking again gives the same ones, and a longer answer begins alike."""
+        ...
+
+    def race(self, position: int, rates: NDArray[np.float64], count: int = 1) -> list[int]:
+        """First ids of an exponential race; asking with other rates keeps the noise of every id."""
         ...
 
 
@@ -72,7 +81,37 @@ class RandomStream:
             count: how many; the first ones do not depend on it.
             node: tree node they belong to.
         """
+        self._seek(position, purpose, node)
+        return ((self._bits.random_raw(count) >> _DROPPED_BITS) * _TO_UNIT).tolist()
+
+    def _seek(self, position: int, purpose: Purpose, node: int) -> None:
         self._counter[:] = (0, node, purpose, position)
         self._state["buffer_pos"] = _FULL_BUFFER
         self._bits.state = self._state
-        return ((self._bits.random_raw(count) >> _DROPPED_BITS) * _TO_UNIT).tolist()
+
+    def race(self, position: int, rates: NDArray[np.float64], count: int = 1) -> list[int]:
+        """Let every id arrive after E[id] / rates[id], E standard exponential, and take the first ones.
+
+        The first id has the law rates / sum(rates). E depends on seed, position and id alone, so two races
+        with similar rates tend to have the same winner (arXiv 2408.07978).
+
+        Args:
+            position: absolute position of the token the winner follows.
+            rates: `[vocab]`, non-negative, not necessarily normalised; an id of rate 0 never arrives.
+            count: how many ids; fewer come back when fewer have a rate.
+
+        Returns:
+            Ids in order of arrival; ties go to the lowest id.
+        """
+        speeds = rates / self._exponentials(position, len(rates))
+        if count == 1:
+            winner = int(speeds.argmax())
+            return [winner] if speeds[winner] > 0.0 else []
+        order = np.argsort(-speeds, kind="stable")[:count]
+        return [int(token) for token in order if speeds[token] > 0.0]
+
+    def _exponentials(self, position: int, count: int) -> NDArray[np.float64]:
+        """Standard exponential numbers, positive and finite."""
+        self._seek(position, Purpose.RACE, 0)
+        # the middles of 2**52 cells: neither 0 nor 1 among them
+        return -np.log(((self._bits.random_raw(count) >> _DROPPED_BITS_OF_RACES) + 0.5) * _TO_UNIT_OF_RACES)

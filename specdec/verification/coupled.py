@@ -1,9 +1,15 @@
-"""Coupled verification: the target's own draw at each position, followed while it was drafted (rule 2.11)."""
+"""Coupled verification: the target's own draw at each position, followed while it was drafted (rule 2.11).
+
+The draw after position t is an exponential race: the id with the least E_t[id] / p[id], E_t a function of
+(seed, t, id) alone (Daliri, Musco, Suresh, arXiv 2408.07978). One number per id costs half as much again as
+one inverse-CDF draw, and buys that a drafter running the same race with q proposes the target's own token
+with probability >= (1 - TV) / (1 + TV); an inverse-CDF number shared with the drafter promises nothing.
+"""
 
 from __future__ import annotations
 
-from specdec.random_streams import Purpose, UniformSource
-from specdec.sampling import sample
+from specdec.random_streams import UniformSource
+from specdec.sampling import as_law
 from specdec.tree import DraftTree
 from specdec.verification.result import NextKind, ProbRows, VerifyResult
 from specdec.verification.rules import exact_rule
@@ -14,9 +20,9 @@ def verify_coupled(
 ) -> VerifyResult:
     """Draw the target's own token after each node and follow it while it was drafted.
 
-    The number of a draw depends on the absolute position of its token alone, so the text is what plain
-    decoding draws with the same seed, whatever was drafted. A child y is accepted with probability p(y), as
-    by `verify_deterministic`. Exact for every tree whose making did not use BONUS numbers.
+    The noise of a draw depends on the absolute position of its token alone, so the text is what plain
+    decoding draws with the same seed, whatever was drafted and however: a drafter may look at the noise.
+    A child y whose making did not is accepted with probability p(y), as by `verify_deterministic`.
 
     Args:
         tree: the proposals; `draft_probs` is not looked at.
@@ -27,13 +33,14 @@ def verify_coupled(
     accepted: list[int] = []
     node = 0
     while True:
-        (u,) = stream.uniform(position + len(accepted), Purpose.BONUS)
-        token = sample(target_probs[node], u)
+        p = as_law(target_probs[node])
+        winners = stream.race(position + len(accepted), p)
+        assert winners, f"no token can be drawn after node {node}: its law is empty"
         children = tree.children[node]
-        child = next((child for child in children if tree.token_ids[child] == token), None)
+        child = next((child for child in children if tree.token_ids[child] == winners[0]), None)
         if child is None:
             next_kind: NextKind = "recovered" if children else "bonus"
-            return VerifyResult(accepted_nodes=accepted, next_token_id=token, next_kind=next_kind)
+            return VerifyResult(accepted_nodes=accepted, next_token_id=winners[0], next_kind=next_kind)
         accepted.append(child)
         node = child
 

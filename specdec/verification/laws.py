@@ -40,8 +40,13 @@ def after_rejection(p: Law, q: Law, token: int) -> tuple[Law, Law]:
     return residual(p, q), rest / mass if mass > 0.0 else rest
 
 
+def one_hot(token: int, vocab: int) -> Law:
+    """Return the law that is sure of a token."""
+    law = np.zeros(vocab)
+    law[token] = 1.0
+    return law
+
+
 def argmax_law(p: Law) -> Law:
     """Return the law of the most probable id, the lowest among equals."""
-    law = np.zeros_like(p)
-    law[np.argmax(p)] = 1.0
-    return law
+    return one_hot(int(np.argmax(p)), len(p))

@@ -7,14 +7,37 @@ listed here.
 from __future__ import annotations
 
 from specdec.errors import SpecdecError
+from specdec.verification.block import BLOCK
+from specdec.verification.cascades import CASCADES
+from specdec.verification.collaborative import COLLABORATIVE
 from specdec.verification.coupled import COUPLED
 from specdec.verification.deterministic import DETERMINISTIC
 from specdec.verification.greedy import GREEDY
+from specdec.verification.judge import JUDGE
+from specdec.verification.k_seq import K_SEQ
+from specdec.verification.multi_round import MULTI_ROUND
 from specdec.verification.rejection import REJECTION
 from specdec.verification.rules import BoundRule, GivenKnobs, Rule, bind
+from specdec.verification.target_only import TARGET_ONLY
+from specdec.verification.thresholds import THRESHOLDS
+from specdec.verification.traversal import TRAVERSAL
+from specdec.verification.truncation import GATES
+from specdec.verification.windowed import WINDOWED
 
-EXACT_RULES: tuple[Rule, ...] = (GREEDY, DETERMINISTIC, COUPLED, REJECTION)
-RULES: dict[str, Rule] = {rule.name: rule for rule in EXACT_RULES}
+EXACT_RULES: tuple[Rule, ...] = (
+    GREEDY,
+    DETERMINISTIC,
+    TARGET_ONLY,
+    COUPLED,
+    REJECTION,
+    BLOCK,
+    TRAVERSAL,
+    MULTI_ROUND,
+    K_SEQ,
+)
+# off unless a user names one; every response and report of a run with one carries `BoundRule.label`
+LOSSY_RULES: tuple[Rule, ...] = (*GATES, THRESHOLDS, WINDOWED, *COLLABORATIVE, *CASCADES, JUDGE)
+RULES: dict[str, Rule] = {rule.name: rule for rule in (*EXACT_RULES, *LOSSY_RULES)}
 
 
 def rule_named(name: str, knobs: GivenKnobs | None = None) -> BoundRule:

@@ -21,7 +21,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.drafter import DraftRequest
 from specdec.engine import Engine, GenerationResult
 from specdec.hf import load_hf_model
-from specdec.random_streams import Purpose, RandomStream
+from specdec.random_streams import RandomStream
 from specdec.sequence import SamplingParams
 from specdec.tree import DraftTree, tree_from_paths
 
@@ -170,13 +170,11 @@ def test_the_comparison_catches_a_number_used_twice(
     folder: Path, exact_laws: dict[str, dict[Answer, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: neighbouring positions share their random numbers."""
-    right = RandomStream.uniform
+    right = RandomStream.race
 
-    def shared(
-        self: RandomStream, position: int, purpose: Purpose, count: int = 1, node: int = 0
-    ) -> list[float]:
-        return right(self, position // 2, purpose, count, node)
+    def shared(self: RandomStream, position: int, rates: np.ndarray, count: int = 1) -> list[int]:
+        return right(self, position // 2, rates, count)
 
-    monkeypatch.setattr(RandomStream, "uniform", shared)
+    monkeypatch.setattr(RandomStream, "race", shared)
     counts = count_answers(generate(folder, DRAFTS["tree"], "plain"))
     assert chi_square_p_value(counts, exact_laws["plain"]) < ALPHA
