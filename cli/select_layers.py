@@ -18,7 +18,7 @@ from specdec.layer_select.config import ChooseConfig, ScoreConfig
 
 if TYPE_CHECKING:
     from specdec.layer_select.choose import LayerSelection
-    from specdec.layer_select.score import LayerScores
+    from specdec.layer_select.score import LayerScores, ScoreProgress
 
 SCORE = ScoreConfig()
 CHOOSE = ChooseConfig()
@@ -156,14 +156,11 @@ def _device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _rate_reporter(update: Callable[..., None]) -> Callable[[int], None]:
-    """Turn a count of tokens into a bar position with the rate beside it."""
-    import time
+def _rate_reporter(update: Callable[..., None]) -> Callable[[ScoreProgress], None]:
+    """Turn the state of the pass into a bar position with rate and time left beside it."""
 
-    started = time.perf_counter()
-
-    def report(done: int) -> None:
-        update(done, note=f"{done / max(time.perf_counter() - started, 1e-9):.0f} tokens/s")
+    def report(now: ScoreProgress) -> None:
+        update(now.done, note=f"{now.tokens_per_second:.0f} tokens/s, {now.seconds_left:.0f} s left")
 
     return report
 

@@ -1,4 +1,4 @@
-"""Linear CKA between boundaries: biased, debiased, and streamed over minibatches.
+"""Linear CKA between boundaries: biased and debiased, both streamed over minibatches.
 
 Owns the formulas (Kornblith et al. 2019; HSIC_1 of Song et al. 2012; minibatch form of Nguyen et al.,
 arXiv:2010.15327). Does not know models or how the values are used.
@@ -8,11 +8,16 @@ U-centred Gram matrices divided by n (n - 3) (Szekely and Rizzo 2014), so each G
 once and the flattened stack is multiplied by its own transpose: n^2 hidden per boundary and n^2 per pair. The
 feature form (hidden^2 n per pair) would only be cheaper for n far above hidden, where minibatches never are.
 U-centring ignores a common shift of the states, so they are centred first, which keeps fp32 digits.
+
+The biased value (HSIC with the diagonal kept) comes from the same Grams. Averaged over minibatches it depends
+on their size, but it is a Gram matrix itself, hence positive semi-definite, which a k-DPP needs and the
+debiased one does not promise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,14 +39,24 @@ def linear_cka(first: Tensor, second: Tensor) -> Tensor:
     return cross / scale if scale > 0 else torch.zeros_like(cross)
 
 
-def hsic_matrix(states: Tensor) -> Tensor:
-    """HSIC_1 between all pairs of boundaries over the same rows.
+@dataclass(frozen=True, kw_only=True)
+class HsicPair:
+    """HSIC between all pairs of boundaries over the same rows, `[boundaries, boundaries]`, float64.
+
+    Attributes:
+        debiased: HSIC_1; unbiased, so it may be negative.
+        biased: HSIC_0 = tr(K H L H) / (n - 1)^2; positive semi-definite.
+    """
+
+    debiased: Tensor
+    biased: Tensor
+
+
+def hsic_pair(states: Tensor) -> HsicPair:
+    """HSIC between all pairs of boundaries, biased and not.
 
     Args:
         states: `[boundaries, rows, hidden]`, at least 4 rows.
-
-    Returns:
-        `[boundaries, boundaries]`, float64, symmetric; unbiased, so it may be negative.
     """
     num_rows = states.shape[1]
     if num_rows < MIN_ROWS:
@@ -50,6 +65,7 @@ def hsic_matrix(states: Tensor) -> Tensor:
         )
     centred = center(states)
     gram = centred @ centred.mT
+    biased = _inner_products(gram) / (num_rows - 1) ** 2
     gram.diagonal(dim1=-2, dim2=-1).zero_()
     row_sums = gram.sum(dim=-1)
     total = row_sums.sum(dim=-1)[:, None, None] / ((num_rows - 1) * (num_rows - 2))
@@ -57,9 +73,18 @@ def hsic_matrix(states: Tensor) -> Tensor:
     gram -= row_sums[:, None, :] / (num_rows - 2)
     gram += total
     gram.diagonal(dim1=-2, dim2=-1).zero_()
-    flat = gram.flatten(1)
-    hsic = (flat @ flat.mT).double() / (num_rows * (num_rows - 3))
-    return (hsic + hsic.mT) / 2
+    return HsicPair(debiased=_inner_products(gram) / (num_rows * (num_rows - 3)), biased=biased)
+
+
+def _inner_products(grams: Tensor) -> Tensor:
+    flat = grams.flatten(1)
+    products = (flat @ flat.mT).double()
+    return (products + products.mT) / 2
+
+
+def hsic_matrix(states: Tensor) -> Tensor:
+    """HSIC_1 between all pairs of boundaries, `[boundaries, boundaries]`; see `hsic_pair`."""
+    return hsic_pair(states).debiased
 
 
 def cka_from_hsic(hsic: Tensor) -> Tensor:

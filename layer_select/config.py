@@ -20,6 +20,21 @@ def _at_least(name: str, value: int, low: int) -> None:
         raise SpecdecError(f"{name} ({value}) must be at least {low}")
 
 
+# every listed estimator but the logit lens, whose head is rows x hidden x vocabulary at every boundary.
+DEFAULT_ESTIMATORS = (
+    "matrix_entropy",
+    "renyi_2",
+    "effective_rank",
+    "effective_rank_roy_vetterli",
+    "dataset_entropy",
+    "dataset_renyi_2",
+    "histogram_entropy",
+    "gaussian_entropy",
+    "channel_entropy",
+    "channel_softmax_entropy",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreConfig:
     """How boundaries are measured.
@@ -29,13 +44,26 @@ class ScoreConfig:
         max_text_tokens: Longer texts are cut here; the Gram spectrum of a text costs this cubed.
         batch_tokens: Positions held in memory at once, at every boundary; also the unit of resampling, so a
             run of the default size has 16 units.
-        cka_rows: Rows of one CKA minibatch. The estimate does not depend on it; a Gram costs this squared.
+        cka_rows: Rows of one CKA minibatch. The debiased estimate does not depend on it, the biased one does
+            (it tends to 1 as rows fall below the width); a Gram costs this squared.
         drop_first: Positions dropped at the start of each text: the attention sink, whose massive activation
             would dominate the trace of every middle layer's Gram (arXiv:2502.02013).
         center: Subtract the mean state of a text before its Gram, as Matrix-Entropy and Diff-eRank do.
-        row_normalize: Scale every state to unit length. On, because the draft head reads its taps through a
-            norm each, and because unscaled states rank boundaries by their growing length.
-        seed: Seed of the order of texts and of the rows of CKA minibatches.
+        row_normalize: Scale every state to unit length, for the estimators and for CKA. On, because the draft
+            head reads its taps through a norm each, and because unscaled states rank boundaries by their
+            growing length.
+        estimators: Names in `entropy.ESTIMATORS`, or `all`. The logit lens is left out unless asked for.
+        lens_tokens: Positions the logit lens reads over the whole pass, spread over the batches; 1,024 leave
+            a standard error of about 0.06 nats.
+        histogram_coordinates: Coordinates the histogram reads; its mean over 256 moves little with more.
+        dataset_texts: Texts whose mean state the dataset-level entropies read, the first ones.
+        probe_tokens: Positions the ridge probe is fitted on, spread over the batches; 0 leaves it out. 8,192
+            are eight for each of the 1,024 inputs that three taps and the token have.
+        probe_dims: Dimensions each boundary's states are projected to for the probe; its sums hold this
+            times the number of boundaries, squared.
+        probe_heldout: Positions the probe is judged on. 512 leave a standard error of about 0.003 between
+            two subsets on the same positions.
+        seed: Seed of the order of texts, of the rows of CKA minibatches and of every subsample.
     """
 
     tokens: int = 32768
@@ -45,6 +73,13 @@ class ScoreConfig:
     drop_first: int = 1
     center: bool = True
     row_normalize: bool = True
+    estimators: tuple[str, ...] = DEFAULT_ESTIMATORS
+    lens_tokens: int = 1024
+    histogram_coordinates: int = 256
+    dataset_texts: int = 512
+    probe_tokens: int = 0
+    probe_dims: int = 256
+    probe_heldout: int = 512
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +88,14 @@ class ScoreConfig:
         _at_least("batch_tokens", self.batch_tokens, MIN_ROWS)
         _at_least("cka_rows", self.cka_rows, 2 * MIN_ROWS)
         _at_least("drop_first", self.drop_first, 0)
+        _at_least("lens_tokens", self.lens_tokens, 1)
+        _at_least("histogram_coordinates", self.histogram_coordinates, 1)
+        _at_least("dataset_texts", self.dataset_texts, 1)
+        _at_least("probe_tokens", self.probe_tokens, 0)
+        _at_least("probe_dims", self.probe_dims, 1)
+        _at_least("probe_heldout", self.probe_heldout, MIN_ROWS)
+        if not self.estimators:
+            raise SpecdecError("estimators () must name at least one; use matrix_entropy or all")
 
 
 @dataclass(frozen=True, kw_only=True)

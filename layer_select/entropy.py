@@ -1,88 +1,36 @@
-"""Informativeness of one boundary from the states of one text.
+"""The registry of informativeness estimators: one interface, a name for each, what its values mean.
 
-Owns the estimators and their registry. Does not know models, texts or how boundaries are combined.
+Owns names, signs and normalisations. The formulas are in `estimators/`; models, texts and how boundaries are
+combined are not known here.
 
-Matrix-based entropy (Skean et al., arXiv:2502.02013): with Gram matrix K = X X^T of the token states X
-`[tokens, hidden]` and lam = eig(K) / trace(K), the Shannon entropy of that spectrum, -sum lam ln lam. It is 0
-when all states lie on one line and ln(n) when n states are orthogonal and equally long. Centring and unit
-rows are applied first unless switched off (Matrix-Entropy and Diff-eRank do so). X X^T and X^T X share their
-non-zero spectrum, so the smaller of the two is decomposed.
+"Entropy of hidden states" has at least six readings and even its sign is not settled (a high value can mean
+rich or undecided), so every estimator says which of both its `sign` assumes, and selection files record it.
+Orders of the Renyi entropy beyond the listed ones are spelled into the name: `renyi_0.5`, `dataset_renyi_4`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from specdec.errors import SpecdecError
-from specdec.layer_select.rows import center, normalize_rows
+from specdec.layer_select.estimators.channel import channel_entropy, channel_softmax_entropy
+from specdec.layer_select.estimators.gaussian import gaussian_entropy
+from specdec.layer_select.estimators.histogram import BINS, histogram_entropy
+from specdec.layer_select.estimators.logit_lens import logit_lens_entropy
+from specdec.layer_select.estimators.sample import StateSample
+from specdec.layer_select.estimators.spectral import (
+    effective_rank,
+    effective_rank_roy_vetterli,
+    matrix_renyi,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class TextStates:
-    """States of one text at several boundaries, with what estimators share computed once.
-
-    Attributes:
-        states: `[boundaries, tokens, hidden]`, sink and padding positions removed.
-        center: Subtract the text's mean state first.
-        row_normalize: Scale states to unit length, after centring.
-    """
-
-    states: Tensor
-    center: bool = True
-    row_normalize: bool = True
-
-    @property
-    def max_rank(self) -> int:
-        """The largest rank the Gram matrix can have."""
-        return min(self.states.shape[-2:])
-
-    @cached_property
-    def spectrum(self) -> Tensor:
-        """Gram eigenvalues divided by their sum, `[boundaries, min(tokens, hidden)]`, float64."""
-        prepared = center(self.states) if self.center else self.states
-        return gram_spectrum(normalize_rows(prepared) if self.row_normalize else prepared)
-
-
-def gram_spectrum(states: Tensor) -> Tensor:
-    """Eigenvalues of the token Gram matrix divided by its trace.
-
-    Args:
-        states: `[..., tokens, hidden]`.
-
-    Returns:
-        `[..., min(tokens, hidden)]`, float64, summing to 1, or all zero where all states are zero.
-    """
-    tokens, hidden = states.shape[-2:]
-    gram = states @ states.mT if tokens <= hidden else states.mT @ states
-    # the product is cheap in the states' own precision, the decomposition needs the digits.
-    eigenvalues = torch.linalg.eigvalsh(gram.double()).clamp_min(0)
-    trace = eigenvalues.sum(dim=-1, keepdim=True)
-    return eigenvalues / torch.where(trace == 0, torch.ones_like(trace), trace)
-
-
-def spectral_entropy(spectrum: Tensor) -> Tensor:
-    """Shannon entropy in nats of normalised spectra `[..., rank]`; 0 for an all-zero one."""
-    return torch.special.entr(spectrum).sum(dim=-1)
-
-
-def matrix_entropy(text: TextStates) -> Tensor:
-    """Matrix-based Shannon entropy divided by ln min(tokens, hidden), `[boundaries]`, in 0..1."""
-    return spectral_entropy(text.spectrum) / max(math.log(text.max_rank), torch.finfo(torch.float64).tiny)
-
-
-def effective_rank(text: TextStates) -> Tensor:
-    """Perplexity of the Gram spectrum divided by min(tokens, hidden), `[boundaries]`.
-
-    It is exp of the matrix-based entropy, the convention of squared singular values; Roy and Vetterli's
-    normalises the singular values themselves.
-    """
-    return spectral_entropy(text.spectrum).exp() / text.max_rank
+ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,28 +42,103 @@ class Estimator:
         sign: +1 where a higher value is taken as richer, -1 where a lower one is.
         normalization: What the raw value is divided by.
         drop_bos: Whether the attention sink is removed first.
-        compute: States of one text to one value a boundary, `[boundaries]`, float64, finite.
+        level: What one sample is: a `text`, the mixed rows of a calibration `batch`, or the whole `dataset`
+            with one mean state for each text.
+        compute: One sample to one value a boundary, `[boundaries]`, float64, finite.
     """
 
     name: str
     sign: int
     normalization: str
     drop_bos: bool = True
-    compute: Callable[[TextStates], Tensor]
+    level: Literal["text", "batch", "dataset"] = "text"
+    compute: Callable[[StateSample], Tensor]
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "matrix_entropy": Estimator(
-        name="matrix_entropy", sign=1, normalization="ln min(tokens, hidden)", compute=matrix_entropy
+def _renyi(alpha: float, *, name: str, level: Literal["text", "dataset"]) -> Estimator:
+    """Matrix-based Renyi entropy of one order, over the tokens of a text or over texts."""
+    rows = "tokens" if level == "text" else "texts"
+    return Estimator(
+        name=name,
+        sign=1,
+        normalization=f"ln min({rows}, hidden)",
+        level=level,
+        compute=partial(matrix_renyi, alpha=alpha),
+    )
+
+
+_LISTED = (
+    _renyi(1.0, name="matrix_entropy", level="text"),
+    _renyi(2.0, name="renyi_2", level="text"),
+    Estimator(name="effective_rank", sign=1, normalization="min(tokens, hidden)", compute=effective_rank),
+    Estimator(
+        name="effective_rank_roy_vetterli",
+        sign=1,
+        normalization="min(tokens, hidden)",
+        compute=effective_rank_roy_vetterli,
     ),
-    "effective_rank": Estimator(
-        name="effective_rank", sign=1, normalization="min(tokens, hidden)", compute=effective_rank
+    _renyi(1.0, name="dataset_entropy", level="dataset"),
+    _renyi(2.0, name="dataset_renyi_2", level="dataset"),
+    # a decided lens is taken as the richer one: it already says what the target will say.
+    Estimator(
+        name="logit_lens_entropy",
+        sign=-1,
+        normalization="ln vocabulary",
+        level="batch",
+        compute=logit_lens_entropy,
     ),
-}
+    Estimator(
+        name="histogram_entropy",
+        sign=1,
+        normalization=f"ln {BINS} bins",
+        level="batch",
+        compute=histogram_entropy,
+    ),
+    Estimator(
+        name="gaussian_entropy", sign=1, normalization="hidden", level="batch", compute=gaussian_entropy
+    ),
+    Estimator(
+        name="channel_entropy", sign=1, normalization="ln hidden", level="batch", compute=channel_entropy
+    ),
+    Estimator(
+        name="channel_softmax_entropy",
+        sign=1,
+        normalization="ln hidden",
+        level="batch",
+        compute=channel_softmax_entropy,
+    ),
+)
+ESTIMATORS: dict[str, Estimator] = {estimator.name: estimator for estimator in _LISTED}
+_ORDERED = {"renyi_": "text", "dataset_renyi_": "dataset"}
 
 
 def estimator_named(name: str) -> Estimator:
-    """The registered estimator of that name, or an error listing the known ones."""
-    if name not in ESTIMATORS:
-        raise SpecdecError(f"estimator ({name}) must be one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
+    """The estimator of that name, listed or of a spelled order; or an error listing the known ones."""
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    for prefix, level in _ORDERED.items():
+        if name.startswith(prefix):
+            alpha = _order(name, name.removeprefix(prefix))
+            return _renyi(alpha, name=name, level="text" if level == "text" else "dataset")
+    raise SpecdecError(
+        f"estimator ({name}) must be one of {', '.join(ESTIMATORS)}, or renyi_ALPHA or dataset_renyi_ALPHA"
+    )
+
+
+def _order(name: str, text: str) -> float:
+    try:
+        alpha = float(text)
+    except ValueError:
+        alpha = math.nan
+    if not alpha > 0:
+        raise SpecdecError(f"estimator ({name}) needs an order above 0 after renyi_, such as renyi_0.5")
+    return alpha
+
+
+def estimators_named(names: Iterable[str]) -> list[Estimator]:
+    """The estimators of those names, each once; `all` stands for every listed one."""
+    wanted: dict[str, Estimator] = {}
+    for name in names:
+        for each in ESTIMATORS if name == ALL else (name,):
+            wanted.setdefault(each, estimator_named(each))
+    return list(wanted.values())

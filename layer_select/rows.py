@@ -28,6 +28,12 @@ def normalize_rows(states: Tensor) -> Tensor:
     return states / torch.where(length == 0, torch.ones_like(length), length)
 
 
+def massive_boundaries(states: Tensor, ratio: float) -> list[int]:
+    """Positions along `[boundaries, rows, hidden]` where a row is `ratio` times as long as the median row."""
+    lengths = states.norm(dim=-1)
+    return (lengths.amax(dim=1) > ratio * lengths.median(dim=1).values).nonzero().flatten().tolist()
+
+
 def require_finite(states: Tensor, boundaries: list[int]) -> None:
     """Refuse NaN and infinite states `[boundaries, rows, hidden]`, naming the first such boundary."""
     finite = torch.isfinite(states).flatten(1).all(dim=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ TEXTS_BETWEEN_COUNTS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationText:
-    """One text: its ids, and the first position that is measured."""
+    """One text: its ids, the first position that is measured, and what kind of text it is ("" unknown)."""
 
     token_ids: tuple[int, ...]
     first_kept: int
+    domain: str = ""
 
     @property
     def num_kept(self) -> int:
@@ -39,13 +40,34 @@ class CalibrationText:
         return len(self.token_ids) - self.first_kept
 
 
-def read_texts(path: str | Path, tokenizer: Any, config: ScoreConfig) -> list[CalibrationText]:
+def read_domains(
+    sources: Mapping[str, str | Path], tokenizer: Any, config: ScoreConfig
+) -> list[CalibrationText]:
+    """Read texts of several domains, an equal part of `config.tokens` from each.
+
+    Args:
+        sources: domain (prose, code, maths, chat) to a file as in `read_texts`.
+        tokenizer: the target's.
+        config: as in `read_texts`.
+    """
+    if not sources:
+        raise SpecdecError("calibration needs at least one file; name one for each domain")
+    share = replace(config, tokens=max(MIN_ROWS, config.tokens // len(sources)))
+    return [
+        text for domain, path in sources.items() for text in read_texts(path, tokenizer, share, domain=domain)
+    ]
+
+
+def read_texts(
+    path: str | Path, tokenizer: Any, config: ScoreConfig, *, domain: str = ""
+) -> list[CalibrationText]:
     """Read texts in seeded random order until `config.tokens` positions count.
 
     Args:
         path: `.jsonl` with `prompt`, `turns`, `messages`, `text` or stored token ids in each row, or `.txt`.
         tokenizer: the target's.
         config: token budget, length limit, sink positions, seed.
+        domain: kind of text of rows that have no `domain` field of their own.
     """
     path = Path(path)
     rows = list(_rows_of(path, config))
@@ -60,7 +82,11 @@ def read_texts(path: str | Path, tokenizer: Any, config: ScoreConfig) -> list[Ca
         first_kept = max(start or 0, config.drop_first)
         if len(ids) - first_kept < MIN_ROWS:
             continue
-        texts.append(CalibrationText(token_ids=tuple(ids), first_kept=first_kept))
+        texts.append(
+            CalibrationText(
+                token_ids=tuple(ids), first_kept=first_kept, domain=str(row.get("domain", domain))
+            )
+        )
         has_answer.append(start is not None)
         # the start that texts share is known only by looking at them together, so not after every row.
         if len(texts) % TEXTS_BETWEEN_COUNTS == 0 and _num_kept(texts, has_answer) >= config.tokens:

@@ -34,11 +34,14 @@ from specdec.errors import SpecdecError
 RECURRENT_LAYER_TYPES = frozenset(
     {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent", "rwkv"}
 )
-# architectures that are recurrent or hybrid without saying so in `layer_types`.
-RECURRENT_MODEL_TYPES = frozenset(
-    {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2"}
-    | {"minimax", "nemotron_h", "plamo2", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"}
-)
+# architectures that are recurrent or hybrid without saying so in `layer_types`, and what their layers are.
+RECURRENT_MODEL_TYPES = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "mamba"),
+    **dict.fromkeys(("mamba2", "bamba", "falcon_h1", "nemotron_h", "plamo2", "zamba2"), "mamba2"),
+    **{"granitemoehybrid": "mamba2", "lfm2": "conv", "lfm2_moe": "conv", "minimax": "linear_attention"},
+    **{"recurrent_gemma": "recurrent", "rwkv": "rwkv", "xlstm": "xlstm"},
+}
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # names of the module applied after the last decoder layer, as transformers spells them.
 FINAL_NORM_NAMES = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm", "ln_final")
 # names of decoder layer lists, used only to break a tie between lists of equal length at equal depth.
@@ -96,9 +99,12 @@ def load_hf_model(folder: str | Path, *, dtype: str = "float32", device_map: Any
     Args:
         folder: Hugging Face model folder; nothing is fetched.
         dtype: "float32", "float16" or "bfloat16".
-        device_map: passed to transformers, for targets larger than one card.
+        device_map: for targets larger than one card: auto, balanced, balanced_low_0 or sequential, or a
+            mapping of module names to devices; None loads to the processor.
     """
     path = _target_folder(folder)
+    if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
+        raise SpecdecError(f"device_map ({device_map}) must be one of {', '.join(DEVICE_MAPS)}")
     if dtype not in DTYPES:
         raise SpecdecError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     try:
@@ -129,6 +135,7 @@ def load_hf_model(folder: str | Path, *, dtype: str = "float32", device_map: Any
         raise SpecdecError(
             f"target folder ({path}) lacks {len(missing)} weights, first {missing[0]}; pull it again"
         )
+    _refuse_convolutions(model)
     model.requires_grad_(False)
     return model.eval()
 
@@ -152,13 +159,31 @@ def check_supported(config: PretrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     fields = text.to_dict()
     kinds = set(fields.get("layer_types") or ()) | set(fields.get("layers_block_type") or ())
-    recurrent = sorted(kinds & RECURRENT_LAYER_TYPES)
-    if text.model_type in RECURRENT_MODEL_TYPES or recurrent:
-        what = f"layers of kind {', '.join(recurrent)}" if recurrent else "recurrent layers"
-        raise SpecdecError(
-            f"target architecture ({name}) has {what}; hybrid and recurrent models are not supported, "
-            "use one whose decoder layers are all attention"
-        )
+    recurrent = kinds & RECURRENT_LAYER_TYPES
+    if not recurrent and text.model_type in RECURRENT_MODEL_TYPES:
+        recurrent = {RECURRENT_MODEL_TYPES[text.model_type]}
+    if recurrent:
+        raise _recurrent_error(name, recurrent)
+
+
+def _recurrent_error(name: str, kinds: Iterable[str]) -> SpecdecError:
+    return SpecdecError(
+        f"target architecture ({name}) has layers of kind {', '.join(sorted(kinds))}; hybrid and recurrent "
+        "models are not supported, use one whose decoder layers are all attention"
+    )
+
+
+def _refuse_convolutions(model: nn.Module) -> None:
+    """Refuse recurrent mixers of any name: Mamba, gated delta nets and short convolutions hold a Conv1d."""
+    for layer in decoder_layers(model):
+        modules = dict(layer.named_modules())
+        mixers = {
+            type(modules[name.rpartition(".")[0]]).__name__
+            for name, module in modules.items()
+            if isinstance(module, nn.Conv1d)
+        }
+        if mixers:
+            raise _recurrent_error(type(model).__name__, mixers)
 
 
 def _config_num_layers(model: nn.Module) -> int:
@@ -221,6 +246,11 @@ def output_head(model: Any) -> nn.Module:
     return head
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go: the device of the first weights that are not offloaded."""
+    return next(parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
+
+
 def run_decoder(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
     """One forward over the decoder stack without the output head, for its taps only.
 
@@ -269,16 +299,38 @@ class BoundaryTap:
     def _enter_first_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.states = {}
         if 0 in self.boundaries:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self.states[0] = hidden.detach().clone()
+            self.states[0] = stream_entering(args, kwargs)
 
     def _after_layer(self, boundary: int) -> Any:
         def capture(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            hidden = output[0] if isinstance(output, (tuple, list)) else output
-            assert isinstance(hidden, Tensor), f"decoder layer {boundary - 1} returned no tensor first"
-            self.states[boundary] = hidden.detach().clone()
+            self.states[boundary] = _stream(output if isinstance(output, (tuple, list)) else (output,))
 
         return capture
+
+
+def stream_entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """A copy of the residual stream `[batch, tokens, hidden]` that a layer or norm is called with."""
+    if args:
+        return _stream(args)
+    return _stream((kwargs["hidden_states"], kwargs.get("residual")))
+
+
+def _stream(parts: Sequence[Any]) -> Tensor:
+    """A copy of the whole stream from a layer's values: the first, plus a residual that is kept apart.
+
+    Layers that fuse the addition into the next norm give (what they add, residual); the stream is their sum.
+    Nothing else that layers return or take second (weights, caches, masks, positions) has the stream's shape.
+    """
+    hidden = parts[0]
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        shape = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise SpecdecError(
+            f"a decoder layer's state ({shape}) must be one tensor [batch, tokens, hidden]; architectures "
+            "with several residual streams are not supported"
+        )
+    if len(parts) > 1 and isinstance(parts[1], Tensor) and parts[1].shape == hidden.shape:
+        return (hidden + parts[1]).detach()
+    return hidden.detach().clone()
 
 
 def check_boundaries(boundaries: Sequence[int], num_layers: int) -> None:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from specdec.drafts.eagle3 import Eagle3Head
+from specdec.layer_select.ridge import ridge_solve, unit_rms
 from specdec.train.batching import SequenceStates
 from specdec.train.sequences import TrainSequence
 
-# of the mean squared input: enough for 10^4 rows, and lost in 10^5.
-RIDGE_PENALTY = 0.02
 CONFIDENCES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 CONFIDENCE_ROWS = 1024
 # rows kept of each added group of sequences.
@@ -57,7 +56,7 @@ class RidgeSums:
         inputs, targets, log_norm = [], [], []
         for sequence, state in zip(sequences, states, strict=True):
             embeds = self.head.embed(torch.tensor(sequence.token_ids[2:-1])).float()
-            inputs.append(torch.cat((_unit(state.taps[1:-1].float()).flatten(1), _unit(embeds)), dim=1))
+            inputs.append(torch.cat((unit_rms(state.taps[1:-1].float()).flatten(1), unit_rms(embeds)), dim=1))
             targets.append(state.final[2:] / self.final_weight)
             log_norm.append(state.log_norm[2:])
         x, y = torch.cat(inputs), torch.cat(targets)
@@ -68,10 +67,6 @@ class RidgeSums:
         self.rows += len(x)
         step = max(1, len(x) // SAMPLE_ROWS)
         self.sample.append((x[::step], y[::step], torch.cat(log_norm)[::step]))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 @torch.no_grad()
@@ -85,7 +80,7 @@ def ridge_start(head: Eagle3Head, sums: RidgeSums, teacher_rows: Tensor) -> floa
     """
     config, taps, gram, cross = head.config, sums.taps, sums.gram, sums.cross
     width = config.num_kv_heads * config.head_dim
-    token_part = _solve(gram, cross)[taps:].T
+    token_part = ridge_solve(gram, cross)[taps:].T
     # leading output directions of what the token contributes, by its second moment.
     moment = token_part @ gram[taps:, taps:] @ token_part.T
     leading = torch.linalg.eigh(moment.double()).eigenvectors[:, -width:].float()
@@ -93,7 +88,7 @@ def ridge_start(head: Eagle3Head, sums: RidgeSums, teacher_rows: Tensor) -> floa
         leading = torch.nn.functional.pad(leading, (0, width - leading.shape[1]))
     values = leading.T @ token_part
     whole = leading @ values
-    fusion = _solve(gram[:taps, :taps], cross[:taps] - gram[:taps, taps:] @ whole.T).T
+    fusion = ridge_solve(gram[:taps, :taps], cross[:taps] - gram[:taps, taps:] @ whole.T).T
     _write(head, fusion, values, leading)
     linear = torch.cat((fusion, whole), dim=1)
     head.norm.weight.copy_(sums.final_weight * _confidence(linear, sums, teacher_rows))
@@ -101,12 +96,6 @@ def ridge_start(head: Eagle3Head, sums: RidgeSums, teacher_rows: Tensor) -> floa
     left = sums.square - 2 * float((linear.T * cross).sum()) + float(((linear @ gram) * linear).sum())
     spread = sums.square - float(sums.total.pow(2).sum()) / sums.rows
     return 1.0 - left / spread
-
-
-def _solve(gram: Tensor, cross: Tensor) -> Tensor:
-    penalty = RIDGE_PENALTY * gram.diagonal().mean()
-    matrix = gram.double() + penalty.double() * torch.eye(len(gram), dtype=torch.float64)
-    return torch.linalg.solve(matrix, cross.double()).float()
 
 
 def _write(head: Eagle3Head, fusion: Tensor, values: Tensor, leading: Tensor) -> None:
@@ -127,6 +116,6 @@ def _confidence(linear: Tensor, sums: RidgeSums, teacher_rows: Tensor) -> float:
     step = max(1, len(sums.sample) * SAMPLE_ROWS // CONFIDENCE_ROWS)
     x, y, log_norm = (torch.cat(column)[::step] for column in zip(*sums.sample, strict=True))
     p = torch.exp((y * sums.final_weight) @ teacher_rows.T - log_norm.unsqueeze(-1))
-    draft = (_unit(x @ linear.T) * sums.final_weight) @ teacher_rows.T
+    draft = (unit_rms(x @ linear.T) * sums.final_weight) @ teacher_rows.T
     losses = [float(-(p * torch.log_softmax(scale * draft, -1)).sum(-1).mean()) for scale in CONFIDENCES]
     return CONFIDENCES[losses.index(min(losses))]

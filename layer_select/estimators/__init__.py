@@ -1,0 +1,1 @@
+"""Informativeness estimators, one file for each kind; the registry that names them is `entropy`."""

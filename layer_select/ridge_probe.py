@@ -1,0 +1,173 @@
+"""The ridge probe: how well a linear draft with these taps would do, for any subset of boundaries.
+
+Owns the regression on cached sums and its three scores. Does not know how rows were gathered (`probe_sums`)
+or how a subset is chosen.
+
+The pre-head feature at t+1 is ridge-regressed from the unit states of the subset at t and the embedding of
+x_{t+1}; the target's head turns the prediction into a law, and its overlap sum_v min(p, p_hat) with the
+target's law on held-out rows is what a sampled token of that draft would be accepted with. It is the
+conditional a draft head must model at its first step. A second regression, from the taps alone to the feature
+at t, says how much of x_{t+1} the taps know by themselves.
+
+Two stages: `explained` compares many subsets from the Gram blocks alone (variance of the feature that the
+penalised fit explains); `score` solves, predicts and applies the head, for the best few hundred. Subsets that
+share their first boundaries share the elimination of those blocks, which leaves two products of probe_dims
+cubed for each subset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.errors import SpecdecError
+from specdec.hf import check_boundaries
+from specdec.layer_select.block_elimination import explained_by_subset
+from specdec.layer_select.config import MIN_ROWS
+from specdec.layer_select.probe_sums import ProbeSums
+from specdec.layer_select.readout import BLOCK_ELEMENTS
+from specdec.layer_select.ridge import RIDGE_PENALTY, ridge_solve
+
+# predictions of this many subsets are held while the head is applied, so that p is computed once for them.
+SUBSETS_TOGETHER = 16
+# leading output directions that `explained` keeps; the rest of a feature's variance is small.
+MAX_OUTPUTS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeScore:
+    """What the probe says of one subset, on held-out rows.
+
+    Attributes:
+        overlap_next: E sum_v min(p, p_hat) for x_{t+1}, from the taps at t alone.
+        overlap_second: The same for x_{t+2}, from the taps at t and the token x_{t+1}: a draft's first step.
+        explained: Share of the variance of the feature at t+1 that the second regression explains.
+    """
+
+    overlap_next: float
+    overlap_second: float
+    explained: float
+
+
+class RidgeProbe:
+    """Scores subsets of boundaries from sums; holds the target only to apply its head."""
+
+    def __init__(
+        self,
+        sums: ProbeSums,
+        *,
+        num_boundaries: int,
+        logits_of_features: Callable[[Tensor], Tensor],
+    ) -> None:
+        held = sum(len(part) for part in sums.held_inputs)
+        if sums.rows < MIN_ROWS or held < MIN_ROWS:
+            raise SpecdecError(
+                f"the ridge probe has {sums.rows} rows to fit and {held} held out; at least {MIN_ROWS} of "
+                "each are needed: give more or longer texts (every fourth is held out), or probe_tokens 0"
+            )
+        self.num_boundaries = num_boundaries
+        self.rows, self.held_rows = sums.rows, held
+        self._dims = len(sums.gram) // (num_boundaries + 1)
+        self._logits = logits_of_features
+        self._input_mean = sums.input_sum / sums.rows
+        self._output_mean = sums.output_sum / sums.rows
+        # centred sums: the regression has an intercept.
+        self._gram = sums.gram - torch.outer(sums.input_sum, self._input_mean)
+        self._cross = sums.cross - sums.input_sum[None, :, None] * self._output_mean[:, None, :]
+        self._spread = sums.output_square - sums.rows * self._output_mean.double().square().sum(1).cpu()
+        # of the mean square of an input, which is 1 by construction; one penalty for all subsets.
+        self.penalty = RIDGE_PENALTY * sums.rows
+        self._held_inputs = torch.cat(sums.held_inputs)
+        self._held_outputs = torch.cat(sums.held_outputs, dim=1)
+        self._overlaps: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
+
+    def explained(self, subsets: Sequence[tuple[int, ...]]) -> Tensor:
+        """Penalised share of the variance of the feature at t+1 that each subset explains, `[subsets]`.
+
+        From the sums alone, on the rows of the fit: 1 - min_W (|Y - X W|^2 + penalty |W|^2) / |Y|^2. It ranks
+        subsets of one size; between sizes use `score`, which is held out.
+        """
+        self._check(subsets)
+        gain = explained_by_subset(
+            self._gram,
+            _leading(self._cross[1], MAX_OUTPUTS),
+            self._dims,
+            self.penalty,
+            subsets,
+            always=self.num_boundaries,
+        )
+        return gain / float(self._spread[1])
+
+    def score(self, subsets: Sequence[tuple[int, ...]]) -> list[ProbeScore]:
+        """Overlaps and explained variance of each subset on held-out rows."""
+        self._check(subsets)
+        keys = [tuple(subset) for subset in subsets]
+        wanted = [(key, which) for key in dict.fromkeys(keys) for which in (0, 1)]
+        wanted = [each for each in wanted if each not in self._overlaps]
+        for low in range(0, len(wanted), SUBSETS_TOGETHER):
+            self._measure(wanted[low : low + SUBSETS_TOGETHER])
+        return [
+            ProbeScore(
+                overlap_next=self._overlaps[key, 0][0],
+                overlap_second=self._overlaps[key, 1][0],
+                explained=self._overlaps[key, 1][1],
+            )
+            for key in keys
+        ]
+
+    def predict(self, subset: Sequence[int], *, second: bool) -> Tensor:
+        """Held-out predictions of the feature at t+1 (`second`) or t, `[rows, hidden]`."""
+        blocks = [*subset, self.num_boundaries] if second else list(subset)
+        offsets = torch.arange(self._dims, device=self._gram.device)
+        columns = torch.cat([block * self._dims + offsets for block in blocks])
+        weights = ridge_solve(
+            self._gram[columns][:, columns],
+            self._cross[int(second), columns],
+            torch.tensor(self.penalty, device=self._gram.device),
+        )
+        centred = self._held_inputs[:, columns] - self._input_mean[columns]
+        return centred @ weights + self._output_mean[int(second)]
+
+    def _check(self, subsets: Sequence[tuple[int, ...]]) -> None:
+        for subset in subsets:
+            check_boundaries(subset, self.num_boundaries - 1)
+
+    def _measure(self, wanted: list[tuple[tuple[int, ...], int]]) -> None:
+        """Overlap and held-out explained variance of some (subset, output) pairs."""
+        predictions = [self.predict(subset, second=bool(which)) for subset, which in wanted]
+        overlaps = torch.zeros(len(wanted), dtype=torch.float64)
+        for rows in self._row_blocks():
+            laws = [self._law(self._held_outputs[which, rows]) for which in (0, 1)]
+            for index, (_, which) in enumerate(wanted):
+                guess = self._law(predictions[index][rows])
+                overlaps[index] += float(torch.minimum(laws[which], guess).sum(dtype=torch.float64))
+        for index, each in enumerate(wanted):
+            actual = self._held_outputs[each[1]]
+            left = (actual - predictions[index]).double().square().sum()
+            spread = (actual - actual.mean(dim=0)).double().square().sum()
+            # features that do not vary leave nothing to explain.
+            share = 1.0 - float(left / spread) if spread > 0 else 0.0
+            self._overlaps[each] = (float(overlaps[index]) / self.held_rows, share)
+
+    def _law(self, features: Tensor) -> Tensor:
+        return self._logits(features).softmax(dim=-1)
+
+    def _row_blocks(self) -> list[slice]:
+        vocab = self._logits(self._held_outputs[1, :1]).shape[-1]
+        step = max(1, BLOCK_ELEMENTS // vocab)
+        return [slice(low, low + step) for low in range(0, self.held_rows, step)]
+
+
+def _leading(cross: Tensor, width: int) -> Tensor:
+    """Cross sums turned to their leading output directions, `[inputs, at most width]`.
+
+    A rotation of the outputs changes no explained variance; what is dropped has the least of it.
+    """
+    if cross.shape[1] <= width:
+        return cross
+    moment = (cross.mT @ cross).double()
+    directions = torch.linalg.eigh(moment).eigenvectors[:, -width:]
+    return cross @ directions.to(cross.dtype)
