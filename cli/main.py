@@ -42,6 +42,7 @@ from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
+from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
 from specdec.cli.train import train
 from specdec.errors import SpecdecError, UsageError
@@ -64,6 +65,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "generate": generate,
     "bench": bench,
+    "rules": rules,
     "demo": demo,
 }
 for _name, _function in _COMMANDS.items():

@@ -35,6 +35,7 @@ OPTIONS: dict[str, str] = {
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
         "--repeats --warm-up --adaptive --transformers --verify-cost --out"
     ),
+    "rules": "name",
     "demo": "--train --work --prompts --max-tokens",
 }
 

@@ -24,8 +24,6 @@ import numpy as np
 
 from specdec.verification.laws import Law, residual
 
-# halvings of the logarithm of the ceiling: more than a double's bits, so the last ones change nothing
-_BISECTIONS = 120
 # q / p overflows where p is denormal; a ceiling must stay a number
 _LARGEST_RATIO = 1e300
 
@@ -85,8 +83,8 @@ def mentored(p: Law, q: Law, budget: float) -> Law:
     low, high = 0.0, float(np.log(clip.largest_ratio))
     if clip.divergence(clip.largest_ratio) <= budget:
         return clip.at(clip.largest_ratio)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2.0
+    # to the last bit
+    while low < (middle := (low + high) / 2.0) < high:
         if clip.divergence(float(np.exp(middle))) <= budget:
             low = middle
         else:
@@ -163,7 +161,8 @@ def cactus(p: Law, q: Law, delta: float) -> Law:
     """What comes out when each drawn token is verified against a proposal of its own.
 
     No single law is verified against, so the draws are summed over: those accepted, and for each that can be
-    rejected the residual of its own proposal.
+    rejected the residual of its own proposal. It lies between p and q, so the rule is on the linear front:
+    every residual has a mass of at least all that is rejected, and lies below that of p.
     """
     lifted = np.minimum(1.0, p + np.sqrt(2.0 * delta * p * np.maximum(0.0, 1.0 - p)))
     law = np.minimum(q, lifted)

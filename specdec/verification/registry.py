@@ -6,6 +6,8 @@ listed here.
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.errors import SpecdecError
 from specdec.verification.block import BLOCK
 from specdec.verification.cascades import CASCADES
@@ -49,3 +51,26 @@ def rule_named(name: str, knobs: GivenKnobs | None = None) -> BoundRule:
     if name not in RULES:
         raise SpecdecError(f"rule {name} is not known; the rules are: {', '.join(RULES)}")
     return bind(RULES[name], knobs or {})
+
+
+def describe(rule: Rule) -> dict[str, Any]:
+    """What a rule declares, as plain values; the overshoot bound is that at the default knobs."""
+    return {
+        "name": rule.name,
+        "kind": rule.kind,
+        "topology": rule.topology,
+        "draft": rule.draft,
+        "declares_law": rule.emitted_law is not None,
+        "overshoot_bound": bind(rule, {}).overshoot_bound,
+        "neutral": None if rule.neutral is None else dict(rule.neutral),
+        "sentence": rule.sentence,
+        "knobs": [
+            {
+                "name": knob.name,
+                "default": knob.text_of(knob.default),
+                "allowed": knob.allowed,
+                "meaning": knob.meaning,
+            }
+            for knob in rule.knobs
+        ],
+    }
