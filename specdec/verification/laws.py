@@ -7,9 +7,8 @@ memory, non-negative. Does not know trees or random numbers.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Law = NDArray[np.float64]
+from specdec.divergence import Law
 
 
 def without(law: Law, token: int) -> tuple[Law, float]:

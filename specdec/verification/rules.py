@@ -108,9 +108,10 @@ class Rule:
         topology: "chain": every node has at most one child; "tree": any tree, chains included.
         draft: what drafting must guarantee (see `DraftGuarantee`).
         knobs: what users may set.
-        emitted_law: law of one emitted token that had a draft, given the tokens before it, from p and q
-            there; None: no law of p and q alone describes it, measure instead. For the rules that say so
-            (truncation-based), of a token that had one draft: more siblings make another law.
+        emitted_law: law of one emitted token that had a draft, given the tokens before it, from p and from
+            the law q that draft was drawn from, one-hot for a deterministic one; None: no law of p and q
+            alone describes it, measure instead. Of truncation-based rules it is the law with one child: more
+            siblings make another. Collaborative rules emit p where the children are deterministic.
         bonus_law: law of a token that had no draft: the bonus, and the first token of a step without drafts.
         overshoot_bound: least upper bound of pi/p over tokens, laws and drafts; None: there is none.
         neutral: knobs, as users write them, at which the rule emits `bonus_law` whatever was drafted, which
