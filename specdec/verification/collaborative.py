@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specdec.divergence import js_divergence, kl_divergence, total_variation
+from specdec.random_streams import UniformSource
+from specdec.tree import DraftTree
 from specdec.verification import lossy_laws
 from specdec.verification.laws import Law
 from specdec.verification.replaced import bounded_at, collaborative_rule, verify_against
-from specdec.verification.rules import Knob, Rule, choice_knob
+from specdec.verification.result import ProbRows, VerifyResult
+from specdec.verification.rules import Knob, Knobs, Rule, choice_knob
 
 _DIVERGENCES = {"js": js_divergence, "kl": kl_divergence, "tv": total_variation}
 
@@ -110,6 +113,22 @@ MENTORED = collaborative_rule(
     "one that accepts the draft most often.",
 )
 
+
+def _verify_cactus(
+    tree: DraftTree, target_probs: ProbRows, stream: UniformSource, position: int, knobs: Knobs
+) -> VerifyResult:
+    """Verify each drafted token of a chain against a law of its own."""
+    assert tree.is_chain, "cactus lifts the one drafted token; whoever binds it refuses trees"
+    delta = knobs["delta"]
+    return verify_against(
+        tree,
+        target_probs,
+        stream,
+        position,
+        lambda p, q, token: lossy_laws.cactus_proposal(p, token, delta),
+    )
+
+
 _CACTUS_KNOBS = (
     Knob(
         name="delta",
@@ -130,13 +149,7 @@ CACTUS = Rule(
     neutral={"delta": 0.0},
     sentence="Whatever token was drafted is first made likelier, by sqrt(2 delta p (1 - p)), and then tested "
     "as if the target had said so; the law that comes out depends on the draft.",
-    verify=lambda tree, target_probs, stream, position, knobs: verify_against(
-        tree,
-        target_probs,
-        stream,
-        position,
-        lambda p, q, token: lossy_laws.cactus_proposal(p, token, knobs["delta"]),
-    ),
+    verify=_verify_cactus,
 )
 
 COLLABORATIVE: tuple[Rule, ...] = (

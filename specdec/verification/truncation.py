@@ -11,20 +11,18 @@ greedy text except where they relax it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from specdec.divergence import entropy
 from specdec.verification.gates import Allowed, gate_rule
-from specdec.verification.laws import Law
+from specdec.verification.laws import Law, without
 from specdec.verification.rules import Knob, Rule
 
 
-def _ranked(p: Law) -> np.ndarray:
-    """Ids from most to least probable, the lowest id first among equals."""
-    return np.argsort(-p, kind="stable")
-
-
-def _only(p: Law, ids: np.ndarray) -> Allowed:
+def _only(p: Law, ids: Sequence[int] | NDArray[np.intp]) -> Allowed:
     allowed = np.zeros(p.shape, dtype=np.bool_)
     allowed[ids] = True
     return allowed
@@ -37,17 +35,24 @@ def entropy_threshold(p: Law, epsilon: float, delta: float) -> float:
 
 def at_least_share(p: Law, min_p: float) -> Allowed:
     """Tokens with at least this share of the best one's probability; at 1 the best alone."""
-    return p >= min_p * p.max() if min_p < 1.0 else _only(p, np.argmax(p))
+    return p >= min_p * p.max() if min_p < 1.0 else _only(p, [int(np.argmax(p))])
 
 
 def top_k(p: Law, k: int) -> Allowed:
-    """The k most probable tokens."""
-    return _only(p, _ranked(p)[:k])
+    """The k most probable tokens, lowest ids first among equals at the border."""
+    if k >= p.size:
+        return np.ones(p.shape, dtype=np.bool_)
+    border = np.partition(p, -k)[-k]
+    allowed = p > border
+    # a partition is a tenth of a sort, and leaves only the ties to order
+    ties = np.flatnonzero(p == border)[: k - int(allowed.sum())]
+    allowed[ties] = True
+    return allowed
 
 
 def top_p(p: Law, mass: float) -> Allowed:
     """The fewest most probable tokens that reach the mass; at 0 the best alone."""
-    order = _ranked(p)
+    order = np.argsort(-p, kind="stable")
     before = np.cumsum(p[order])[:-1] < mass * p.sum()
     return _only(p, order[: 1 + int(before.sum())])
 
@@ -59,9 +64,10 @@ def near_the_best(p: Law, top_n: int, delta: float) -> Allowed:
 
 def best_or_close_second(p: Law, margin: float) -> Allowed:
     """The best token, and the second where ln p of the two differs by less than the margin."""
-    first, second = _ranked(p)[:2] if p.size > 1 else (0, 0)
-    close = p[second] > 0.0 and np.log(p[first]) - np.log(p[second]) < margin
-    return _only(p, np.array([first, second] if close else [first]))
+    first = int(np.argmax(p))
+    second_best = int(np.argmax(without(p, first)[0]))
+    is_close = p[second_best] > 0.0 and np.log(p[first]) - np.log(p[second_best]) < margin
+    return _only(p, [first, second_best] if is_close else [first])
 
 
 _EPSILON = Knob(name="epsilon", default=0.09, low=0.0, high=1.0, meaning="probability that is always enough")
