@@ -44,8 +44,10 @@ from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
+from specdec.cli.study import study
 from specdec.cli.train import train
 from specdec.errors import SpecdecError, UsageError
+from specdec.provenance import begin_run
 
 app = typer.Typer(
     name="specdec",
@@ -63,6 +65,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "select-layers": select_layers,
     "regenerate": regenerate,
     "train": train,
+    "study": study,
     "generate": generate,
     "bench": bench,
     "rules": rules,
@@ -86,6 +89,7 @@ def _root(
     ] = False,
 ) -> None:
     """Speculative decoding with draft heads that read the layers chosen by entropy and CKA."""
+    begin_run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

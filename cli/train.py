@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.errors import SpecdecError, UsageError
+from specdec.errors import UsageError
 from specdec.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -133,13 +133,14 @@ def train(
     from dataclasses import asdict
 
     from specdec.cli.console import emit_json, say
+    from specdec.cli.layers import read_layers
     from specdec.hub import resolve_target
     from specdec.provenance import RunRecord, folder_fingerprint, sha256_file
     from specdec.train.run import check_out_folder, train_draft
 
     check_out_folder(out)
     folder = resolve_target(target)
-    boundaries = _boundaries(layers, folder_fingerprint(folder))
+    boundaries = read_layers(layers, folder_fingerprint(folder))
     result = train_draft(
         folder,
         boundaries=boundaries,
@@ -162,29 +163,6 @@ def train(
     ).write(out / "run.json")
     _print(result)
     emit_json({**summary, "out": str(out)})
-
-
-def _boundaries(layers: str, fingerprint: str) -> tuple[int, ...]:
-    """Read --layers: a selection file of this target, or numbers."""
-    parts = [part.strip() for part in layers.split(",")]
-    if all(part.isdecimal() for part in parts):
-        return tuple(int(part) for part in parts)
-    path = Path(layers)
-    if not path.is_file():
-        raise UsageError(f"--layers ({layers}) must be a selection.json or boundaries like 2,15,29")
-
-    from specdec.provenance import read_json
-
-    raw = read_json(path)
-    if raw.get("schema") != "specdec.selection/1":
-        raise SpecdecError(f"--layers ({path}) is not a file of specdec select-layers")
-    chosen_for = raw["target"].get("fingerprint")
-    if chosen_for != fingerprint:
-        raise SpecdecError(
-            f"--layers ({path}) was chosen for another target (fingerprint {str(chosen_for)[:12]}, not "
-            f"{fingerprint[:12]}); run specdec select-layers on this one"
-        )
-    return tuple(int(value) for value in raw["boundaries"])
 
 
 def _print(result: TrainResult) -> None:

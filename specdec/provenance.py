@@ -58,12 +58,17 @@ def sha256_file(path: str | Path) -> str:
 
 def write_text_atomic(path: str | Path, text: str) -> None:
     """Write a text file so that a reader, or a crash, sees the old file or the new one, nothing between."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: str | Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old file or the new one, nothing between."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8", newline="\n") as handle:
-            handle.write(text)
+        with open(temporary, "wb") as handle:
+            handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
@@ -217,6 +222,27 @@ def git_state() -> dict[str, Any]:
         return {"revision": None, "dirty": None}
 
 
+@dataclass
+class _Beginning:
+    """When this process's run began, and from which revision; None until it is asked for."""
+
+    started_at: str | None = None
+    git: dict[str, Any] | None = None
+
+    def note(self) -> None:
+        if self.started_at is None:
+            self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
+            self.git = git_state()
+
+
+_BEGINNING = _Beginning()
+
+
+def begin_run() -> None:
+    """Note time and revision now: a long run must not record what the checkout has become meanwhile."""
+    _BEGINNING.note()
+
+
 def hardware() -> dict[str, Any]:
     """Processor, cores usable by this process, memory, and CUDA devices by name."""
     import torch
@@ -281,12 +307,14 @@ class RunRecord:
         defaults: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> "RunRecord":
-        """Add what the machine knows (command, time, versions, revision, hardware) to what is given."""
+        """Add what the machine knows (command, versions, hardware) and the beginning to what is given."""
+        begin_run()
+        assert _BEGINNING.started_at is not None, "a run that has begun has a time"
         return cls(
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            started_at=_BEGINNING.started_at,
             versions=versions(),
-            git=git_state(),
+            git=dict(_BEGINNING.git or {}),
             hardware=hardware(),
             dtype=dtype,
             seeds=dict(seeds or {}),

@@ -25,11 +25,16 @@ OPTIONS: dict[str, str] = {
         "--batch-tokens --lr --seed --dtype --save-dtype --target-dtype --max-length --eval-sequences "
         "--eval-depth --eval-every --save-every --resume"
     ),
+    "study": (
+        "target --data --out --layers --k --seeds --random-sets --random-seed --scores --train-tokens "
+        "--epochs --draft-vocab-size --lr --held-out --served --served-tokens --chain --max-hours "
+        "--states-cache --keep-heads --picture"
+    ),
     "generate": (
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
-        "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --seed --stop "
-        "--batch-size --limit"
+        "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --verification "
+        "--knob --seed --stop --batch-size --limit"
     ),
     "bench": (
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "

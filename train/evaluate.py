@@ -62,10 +62,16 @@ class OfflineAcceptance:
 
 @dataclass(frozen=True)
 class ChainAgreement:
-    """`accepted` [rows]: tokens a greedy chain from each row gets accepted, at most the depth."""
+    """How a chain from each row of one conversation agrees with the target, along the text.
+
+    `accepted` [rows]: tokens a greedy chain gets accepted, at most the depth. At each depth, given the text
+    up to it, `overlap` [depth, rows] is sum min(p, q) and `divergence` [depth, rows] is KL(p || q), in nats,
+    with p cut to the draft vocabulary and renormalised; both 0 where no answer token is left to draft.
+    """
 
     accepted: Tensor
     overlap: Tensor
+    divergence: Tensor
 
 
 def offline_acceptance(
@@ -84,32 +90,58 @@ def offline_acceptance(
         if isinstance(target_model, torch.nn.Module)
         else target_model
     )
-    counts = _Counts(depth)
+    counts = ChainCounts(depth)
+    for each in sequence_counts(head, source, sequences, depth):
+        counts.add(each)
+    return counts.result(len(sequences))
+
+
+def sequence_counts(
+    head: Eagle3Head, source: StateSource, sequences: Sequence[TrainSequence], depth: int
+) -> list[ChainCounts]:
+    """What `offline_acceptance` counts, for each conversation by itself, in order."""
+    found: list[ChainCounts] = []
     batch: list[TrainSequence] = []
     rows = 0
     for sequence in sequences:
         if batch and rows + len(sequence.token_ids) > EVAL_ROWS:
-            _count(head, source, batch, depth, counts)
+            found += _count(head, source, batch, depth)
             batch, rows = [], 0
         batch.append(sequence)
         rows += len(sequence.token_ids)
-    if batch:
-        _count(head, source, batch, depth, counts)
-    return counts.result(depth, len(sequences))
+    return found + (_count(head, source, batch, depth) if batch else [])
 
 
-class _Counts:
+class ChainCounts:
+    """Counts of simulated greedy chains of `depth`, and sums of overlap and divergence at each depth.
+
+    `rows[d]` rows have an answer token to draft at depth d + 1; `overlap[d]` and `divergence[d]` are sums
+    over them (see `ChainAgreement`).
+    """
+
     def __init__(self, depth: int) -> None:
+        self.depth = depth
         self.tried, self.reached, self.passed = [0] * depth, [0] * depth, [0] * depth
-        self.steps = self.committed = self.tokens = self.greedy = self.covered = self.rows = 0
-        self.overlap = 0.0
+        self.steps = self.committed = self.tokens = self.greedy = self.covered = 0
+        self.rows = [0] * depth
+        self.overlap, self.divergence = [0.0] * depth, [0.0] * depth
 
-    def result(self, depth: int, sequences: int) -> OfflineAcceptance:
+    def add(self, other: ChainCounts) -> None:
+        """Add the counts of another conversation."""
+        for name, value in vars(other).items():
+            if isinstance(value, list):
+                setattr(self, name, [a + b for a, b in zip(getattr(self, name), value, strict=True)])
+            elif name != "depth":
+                setattr(self, name, getattr(self, name) + value)
+
+    def result(self, sequences: int) -> OfflineAcceptance:
+        """Rates over all that was added."""
+
         def rate(part: float, whole: float) -> float | None:
             return part / whole if whole else None
 
         return OfflineAcceptance(
-            depth=depth,
+            depth=self.depth,
             sequences=sequences,
             tokens=self.tokens,
             verify_steps=self.steps,
@@ -117,7 +149,7 @@ class _Counts:
             acceptance_length=rate(self.committed, self.steps),
             conditional=tuple(rate(p, r) for p, r in zip(self.passed, self.reached, strict=True)),
             unconditional=tuple(rate(p, t) for p, t in zip(self.passed, self.tried, strict=True)),
-            overlap=rate(self.overlap, self.rows),
+            overlap=rate(self.overlap[0], self.rows[0]),
             coverage=rate(self.covered, self.tokens),
             greedy_share=rate(self.greedy, self.tokens),
         )
@@ -125,25 +157,32 @@ class _Counts:
 
 @torch.no_grad()
 def _count(
-    head: Eagle3Head, source: StateSource, batch: list[TrainSequence], depth: int, counts: _Counts
-) -> None:
+    head: Eagle3Head, source: StateSource, batch: list[TrainSequence], depth: int
+) -> list[ChainCounts]:
     states = source.fetch(batch)
     sayable = head.vocab.t2d
     agreements = chain_agreement(head, batch, states, depth, source.output_rows(head.vocab.ids))
+    found = []
     for sequence, state, agreement in zip(batch, states, agreements, strict=True):
+        counts = ChainCounts(depth)
         ids, mask = torch.tensor(sequence.token_ids), torch.tensor(sequence.assistant_mask)
         answer = torch.nonzero(mask).flatten()
-        counts.tokens += len(answer)
-        counts.covered += int(sayable[ids[answer]].sum())
-        counts.greedy += int((state.argmax[answer - 1] == ids[answer]).sum())
+        counts.tokens = len(answer)
+        counts.covered = int(sayable[ids[answer]].sum())
+        counts.greedy = int((state.argmax[answer - 1] == ids[answer]).sum())
         for first, last in _spans(mask):
             begin = first - 1
-            counts.overlap += float(agreement.overlap[begin : max(last - 1, begin)].sum())
-            counts.rows += max(last - 1 - begin, 0)
+            for level in range(depth):
+                end = max(last - 1 - level, begin)
+                counts.rows[level] += end - begin
+                counts.overlap[level] += float(agreement.overlap[level, begin:end].sum())
+                counts.divergence[level] += float(agreement.divergence[level, begin:end].sum())
             _walk(agreement.accepted, first, last, depth, counts)
+        found.append(counts)
+    return found
 
 
-def _walk(accepted: Tensor, first: int, last: int, depth: int, counts: _Counts) -> None:
+def _walk(accepted: Tensor, first: int, last: int, depth: int, counts: ChainCounts) -> None:
     """Walk one answer: `first` and `last` are the positions of its first and last token.
 
     With x_c the last committed token the chain starts at row c - 1 and proposes x_{c+1}, x_{c+2}, ...
@@ -203,7 +242,7 @@ def chain_agreement(
     batch = pack(sequences, states, weights)
     rows = batch.num_rows
     agree = torch.zeros(depth, rows, dtype=torch.bool)
-    overlap = torch.zeros(rows)
+    overlap, divergence = torch.zeros(depth, rows), torch.zeros(depth, rows)
     if len(batch.starts):
         for step, output in enumerate(unroll(head, batch)):
             starts = batch.starts[output.chains]
@@ -214,10 +253,15 @@ def chain_agreement(
                 logits = head.logits(z[low : low + 256]).float()
                 proposed = head.vocab.ids[logits.argmax(-1)]
                 agree[step, part] = proposed == batch.next_ids[part + step + 1]
-                if step == 0:
-                    teacher = batch.final[part + 1].float() @ teacher_rows.T
-                    p = torch.exp(teacher - batch.log_norm[part + 1].unsqueeze(-1))
-                    overlap[part] = torch.minimum(p, torch.softmax(logits, -1)).sum(-1)
+                teacher = batch.final[part + step + 1].float() @ teacher_rows.T
+                log_q = torch.log_softmax(logits, -1)
+                p = torch.exp(teacher - batch.log_norm[part + step + 1].unsqueeze(-1))
+                overlap[step, part] = torch.minimum(p, log_q.exp()).sum(-1)
+                log_p = torch.log_softmax(teacher, -1)
+                divergence[step, part] = (log_p.exp() * (log_p - log_q)).sum(-1)
     accepted = agree.to(torch.int64).cumprod(0).sum(0)
     cuts = zip(batch.row_offsets, batch.row_offsets[1:], strict=False)
-    return [ChainAgreement(accepted[low:high], overlap[low:high]) for low, high in cuts]
+    return [
+        ChainAgreement(accepted[low:high], overlap[:, low:high], divergence[:, low:high])
+        for low, high in cuts
+    ]

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from specdec.drafts.checkpoint import CONFIG_NAME, DraftContract, cast_head, load_draft, save_draft
+from specdec.drafts.checkpoint import CONFIG_NAME, DraftContract, cast_head, save_draft
 from specdec.drafts.eagle3 import Eagle3Head
-from specdec.drafts.vocab import DraftVocab, build_draft_vocab, token_counts
+from specdec.drafts.vocab import token_counts
 from specdec.errors import SpecdecError
 from specdec.hf import (
     check_boundaries,
@@ -32,8 +32,8 @@ from specdec.train.chat_data import ChatData, load_chat_data
 from specdec.train.checkpoint import FOLDER
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import OfflineAcceptance, offline_acceptance
-from specdec.train.head_init import build_head, final_norm_weight, head_weight
-from specdec.train.ridge_init import RidgeSums, ridge_start
+from specdec.train.head_init import head_weight
+from specdec.train.head_start import choose_vocab, continued_head, start_head
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource, StoredStates, TargetStates
 from specdec.train.trainer import METRICS_NAME, Trainer, TrainOutcome
@@ -43,11 +43,6 @@ ONLINE = "online"
 FREE_OPTIONS = frozenset(
     {"max_hours", "log_every", "save_every", "eval_every", "keep_checkpoints", "eval_depth", "save_dtype"}
 )
-RMS_SEQUENCES = 8
-# rows that the start of a head is fitted on: past these a linear fit of a few thousand inputs gains nothing.
-START_ROWS = 400_000
-FIT_SEQUENCES = 16
-FIT_MIN_TOKENS = 4
 PROGRESS_SECONDS = 10.0
 
 
@@ -80,27 +75,6 @@ def split_held_out(
     ranked = sorted(sequences, key=lambda s: hashlib.sha256(s.id.encode()).digest())
     held = {id(sequence) for sequence in ranked[:wanted]}
     return [s for s in sequences if id(s) not in held], ranked[:wanted]
-
-
-def choose_vocab(
-    sequences: Sequence[TrainSequence], tokenizer: Any, model: Any, vocab_size: int, config: TrainConfig
-) -> DraftVocab:
-    """The draft vocabulary of the answers; end and special tokens are always in."""
-    answers = ([t for t, on in zip(s.token_ids, s.assistant_mask, strict=True) if on] for s in sequences)
-    counts = token_counts(answers, vocab_size)
-    keep = set(tokenizer.all_special_ids)
-    keep |= {
-        token
-        for token, entry in tokenizer.added_tokens_decoder.items()
-        if entry.special and counts[token] > 0
-    }
-    for eos in (
-        model.config.get_text_config(decoder=True).eos_token_id,
-        model.generation_config.eos_token_id,
-    ):
-        keep |= set(eos) if isinstance(eos, list) else {eos}
-    kept = {token for token in keep if token is not None and token < vocab_size}
-    return build_draft_vocab(counts, size=config.draft_vocab_size, vocab_size=vocab_size, keep=kept)
 
 
 def train_draft(
@@ -151,11 +125,16 @@ def train_draft(
         report(
             f"states cache {stored.folder}: {size / 1e9:.2f} GB to be added, {stored.row_bytes} bytes a token"
         )
-        stored.fill(chats.sequences, _progress(report))
+        stored.fill(chats.sequences, fill_progress(report))
         source = stored
-    head = _head(
-        model, training, tokenizer, tuple(boundaries), config, source, init_from, fingerprint, report
-    )
+    if init_from is not None:
+        head = continued_head(model, tuple(boundaries), init_from, fingerprint)
+    else:
+        vocab = choose_vocab(training, tokenizer, model, vocab_size, config)
+        start = start_head(model, tuple(boundaries), vocab, training, source, config)
+        head = start.head
+        if start.explained is not None:
+            report(f"ridge start: {start.explained:.1%} of the next state's variance explained")
     coverage = head.vocab.coverage(_answer_counts(held_out or training, vocab_size))
     report(
         f"{len(training)} training and {len(held_out)} held-out conversations; draft vocabulary of "
@@ -190,9 +169,9 @@ def train_draft(
         head, training, source, config, folder, contract=contract, report=report, on_evaluate=on_evaluate
     )
     if resume:
-        taken = trainer.resume()
-        if taken is not None:
-            report(f"resuming from {taken} at step {trainer.step} of {trainer.total_steps}")
+        path = trainer.resume()
+        if path is not None:
+            report(f"resuming from {path} at step {trainer.step} of {trainer.total_steps}")
     else:
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
         (folder / METRICS_NAME).unlink(missing_ok=True)
@@ -218,43 +197,6 @@ def train_draft(
         "acceptance": acceptance.to_dict() if acceptance else None,
     }
     return TrainResult(folder=folder, outcome=outcome, acceptance=acceptance, summary=summary)
-
-
-def _head(
-    model: Any,
-    training: Sequence[TrainSequence],
-    tokenizer: Any,
-    boundaries: tuple[int, ...],
-    config: TrainConfig,
-    source: StateSource,
-    init_from: str | Path | None,
-    fingerprint: str,
-    report: Callable[[str], None],
-) -> Eagle3Head:
-    weight = head_weight(model).float().cpu()
-    if init_from is not None:
-        embed = model.get_input_embeddings().weight.detach().cpu()
-        head = load_draft(init_from, embed, weight, target_fingerprint=fingerprint).head
-        if head.config.boundaries != boundaries:
-            raise SpecdecError(
-                f"--layers ({list(boundaries)}) must be the boundaries of --init-from, "
-                f"{list(head.config.boundaries)}"
-            )
-        return head.requires_grad_(True)
-    vocab = choose_vocab(training, tokenizer, model, weight.shape[0], config)
-    taps = torch.cat([item.taps[1:] for item in source.fetch(training[:RMS_SEQUENCES])]).float()
-    # the median: the first position of many targets is a sink with a norm hundreds of times the others'.
-    tap_rms = taps.pow(2).mean(-1).sqrt().median(0).values
-    head = build_head(model, boundaries, vocab, config, tap_rms)
-    if config.init == "ridge":
-        sums = RidgeSums(head, final_norm_weight(model))
-        for low in range(0, len(training), FIT_SEQUENCES):
-            group = [s for s in training[low : low + FIT_SEQUENCES] if len(s.token_ids) > FIT_MIN_TOKENS]
-            if group and sums.rows < START_ROWS:
-                sums.add(group, source.fetch(group))
-        explained = ridge_start(head, sums, source.output_rows(vocab.ids))
-        report(f"ridge start: {explained:.1%} of the next state's variance explained on {sums.rows:,} rows")
-    return head
 
 
 def _publish(
@@ -288,7 +230,7 @@ def _publish(
     return result, training
 
 
-def _progress(report: Callable[[str], None]) -> Callable[[int, int], None]:
+def fill_progress(report: Callable[[str], None]) -> Callable[[int, int], None]:
     """Lines of progress for the filling of a states cache, at most one in `PROGRESS_SECONDS`."""
     begun = last = time.monotonic()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -221,6 +221,7 @@ class StoredStates:
             progress(done, total)
 
     def _compute(self, sequences: Sequence[TrainSequence]) -> None:
+        assert self._lock.is_locked, "a released store has all the states its run will ask for"
         for sequence, states in zip(sequences, self.source.fetch(sequences), strict=True):
             self._append(sequence.content_hash, states)
         self._lines.flush()
@@ -261,8 +262,35 @@ class StoredStates:
             parts[0].view(rows, self.num_taps, hidden), parts[1].view(rows, hidden), *parts[2:]
         )
 
+    def release(self) -> None:
+        """Let other runs use the store while this one only reads: no state may be missing any more."""
+        self._lines.flush()
+        self._lock.release()
+
     def close(self) -> None:
         """Give the store to the next run."""
         self._data.close()
         self._lines.close()
         self._lock.release()
+
+
+class TapSubset:
+    """A view of stored states with fewer taps: one store of every boundary serves every set of taps.
+
+    Args:
+        source: states with taps at `boundaries`.
+        boundaries: what `source` holds, in its order.
+        wanted: the taps to show, each one of `boundaries`.
+    """
+
+    def __init__(self, source: StateSource, boundaries: Sequence[int], wanted: Sequence[int]) -> None:
+        self.source = source
+        self.columns = [tuple(boundaries).index(boundary) for boundary in wanted]
+
+    def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
+        """States of each sequence, in order."""
+        return [replace(states, taps=states.taps[:, self.columns]) for states in self.source.fetch(sequences)]
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        """The target's output rows [len(ids), hidden], fp32."""
+        return self.source.output_rows(ids)

@@ -16,7 +16,7 @@ from specdec.models.rope import apply_rope
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import offline_acceptance
 from specdec.train.head_init import build_head
-from specdec.train.run import choose_vocab
+from specdec.train.head_start import choose_vocab
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import TargetStates
 

@@ -1,0 +1,100 @@
+"""`specdec study`: does the choice of layers show in acceptance after training?
+
+Owns the command line of the study: options, which sets are named, the files. Does not know how arms are
+trained or compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.errors import SpecdecError, UsageError
+
+
+def study(
+    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    data: Annotated[Path, typer.Option(help="JSONL of the target's answers (specdec regenerate).")],
+    out: Annotated[Path, typer.Option(help="Folder of the study; run again to go on.")],
+    layers: Annotated[
+        list[str] | None, typer.Option(help="A set to compare, NAME=11,18,27 or NAME=selection.json; repeat.")
+    ] = None,
+    k: Annotated[str, typer.Option(help="Numbers of taps that get baselines, the first also random.")] = "3",
+    seeds: Annotated[str, typer.Option(help="Seeds for each K; the last counts for the rest.")] = "3",
+    random_sets: Annotated[int, typer.Option(help="Random tap sets of the first K.")] = 5,
+    random_seed: Annotated[int, typer.Option(help="Seed of their draw.")] = 0,
+    scores: Annotated[
+        Path | None, typer.Option(help="selection.json whose scores are held against what was measured.")
+    ] = None,
+    train_tokens: Annotated[int, typer.Option(help="Answer tokens every head is trained on.")] = 40_000,
+    epochs: Annotated[float, typer.Option(help="Passes over them.")] = 2.0,
+    draft_vocab_size: Annotated[int, typer.Option(help="Tokens a head can say.")] = 4096,
+    learning_rate: Annotated[float, typer.Option("--lr", help="Largest learning rate.")] = 3e-4,
+    held_out: Annotated[int, typer.Option(help="Conversations that measure acceptance.")] = 96,
+    served: Annotated[int, typer.Option(help="Of these, prompts also answered in the engine.")] = 16,
+    served_tokens: Annotated[int, typer.Option(help="Tokens of such an answer.")] = 64,
+    chain: Annotated[int, typer.Option(help="Drafted tokens of a verify step.")] = 4,
+    max_hours: Annotated[float | None, typer.Option(help="Start no arm after this time.")] = None,
+    states_cache: Annotated[
+        Path | None, typer.Option(help="Folder that keeps target states (default: in --out).")
+    ] = None,
+    keep_heads: Annotated[bool, typer.Option(help="Keep the trained heads.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="PNG of the comparison.")] = None,
+) -> None:
+    """Train heads on many tap sets with equal budget and compare their acceptance."""
+    counts, per_count = _numbers("--k", k), _numbers("--seeds", seeds)
+    if not data.is_file():
+        raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
+
+    from specdec.cli.outputs import require_writable
+
+    require_writable("--out", out / "study.json")
+    if picture is not None:
+        require_writable("--picture", picture)
+
+    from specdec.cli.study_run import StudyOptions, run_study
+
+    run_study(
+        StudyOptions(
+            target=target,
+            data=data,
+            out=out,
+            named=[_named(text) for text in layers or []],
+            counts=counts,
+            seeds=per_count,
+            random_sets=random_sets,
+            random_seed=random_seed,
+            scores=scores,
+            train_tokens=train_tokens,
+            epochs=epochs,
+            draft_vocab_size=draft_vocab_size,
+            learning_rate=learning_rate,
+            held_out=held_out,
+            served=served,
+            served_tokens=served_tokens,
+            chain=chain,
+            max_hours=max_hours,
+            states_cache=states_cache,
+            keep_heads=keep_heads,
+            picture=picture,
+        )
+    )
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"{option} ({text}) must be whole numbers above 0, like 3 or 3,1,5")
+    numbers = [int(part) for part in parts]
+    if option == "--k" and len(set(numbers)) != len(numbers):
+        raise UsageError(f"{option} ({text}) names a number of taps twice")
+    return numbers
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip() or not value.strip():
+        raise SpecdecError(f"--layers ({text}) must be NAME=11,18,27 or NAME=selection.json")
+    return name.strip(), value.strip()

@@ -1,0 +1,199 @@
+"""What a study says: every tap set against its reference, and which score foresaw the order.
+
+Owns the comparison of arm records, its table and its JSON. Does not know how arms are trained.
+
+Four figures a set: acceptance length of simulated greedy chains offline, the same served by the engine, and
+the two measures with less noise, overlap (mean sum min(p, q), the acceptance probability of a sampled draft)
+and divergence KL(p || q), both at depth 1 along the target's own text. Differences are paired by conversation
+and seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from specdec.cli.bootstrap import Arm, Difference, arm_difference, arm_interval
+from specdec.cli.console import print_table
+from specdec.layer_select.references import DEFAULT, UNIFORM
+from specdec.train.study_arms import TapSet
+
+Record = Mapping[str, Any]
+# name -> (which list of a record, numerator of one entry, denominator of one entry)
+FIGURES: dict[str, tuple[str, Callable[[Record], float], Callable[[Record], float]]] = {
+    "acceptance_length": ("offline", lambda one: one["committed"], lambda one: one["verify_steps"]),
+    "served_length": ("served", lambda one: one["committed"], lambda one: one["verify_steps"]),
+    "overlap": ("offline", lambda one: one["overlap"][0], lambda one: one["rows"][0]),
+    "divergence": ("offline", lambda one: one["divergence"][0], lambda one: one["rows"][0]),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One tap set measured: figures with intervals, and differences from its reference."""
+
+    taps: TapSet
+    seeds: int
+    reference: tuple[int, ...] | None
+    values: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    by_seed: dict[str, list[float]]
+    differences: dict[str, Difference]
+
+    @property
+    def label(self) -> str:
+        """Its names, short."""
+        return ", ".join(self.taps.names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "names": list(self.taps.names),
+            "boundaries": list(self.taps.boundaries),
+            "seeds": self.seeds,
+            "reference": None if self.reference is None else list(self.reference),
+            "figures": {
+                name: {
+                    "value": value,
+                    "interval": self.intervals[name],
+                    "by_seed": self.by_seed[name],
+                    "difference": _difference(self.differences.get(name)),
+                }
+                for name, value in self.values.items()
+            },
+        }
+
+
+def _difference(found: Difference | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {"value": found.value, "interval": found.interval, "detectable": found.detectable}
+
+
+def compare(records: Sequence[Record], tap_sets: Sequence[TapSet]) -> list[Finding]:
+    """Every tap set that has a record against the default triple, or the uniform set where K is not 3."""
+    arms: dict[tuple[int, ...], dict[str, Arm]] = {}
+    for taps in tap_sets:
+        mine = sorted(
+            (r for r in records if tuple(r["boundaries"]) == taps.boundaries), key=lambda r: r["seed"]
+        )
+        if mine:
+            arms[taps.boundaries] = {name: _arm(mine, name) for name in FIGURES if mine[0][FIGURES[name][0]]}
+    findings = []
+    for taps in tap_sets:
+        if taps.boundaries not in arms:
+            continue
+        own = arms[taps.boundaries]
+        reference = _reference(taps, tap_sets, arms)
+        findings.append(
+            Finding(
+                taps=taps,
+                seeds=len(next(iter(own.values())).numerators),
+                reference=reference,
+                values={name: arm.value for name, arm in own.items()},
+                intervals={name: arm_interval(arm) for name, arm in own.items()},
+                by_seed={name: arm.by_seed for name, arm in own.items()},
+                differences={}
+                if reference is None
+                else {name: arm_difference(arm, arms[reference][name]) for name, arm in own.items()},
+            )
+        )
+    return findings
+
+
+def _arm(records: Sequence[Record], figure: str) -> Arm:
+    where, top, bottom = FIGURES[figure]
+    return Arm(
+        np.array([[top(one) for one in record[where]] for record in records], dtype=float),
+        np.array([[bottom(one) for one in record[where]] for record in records], dtype=float),
+    )
+
+
+def _reference(
+    taps: TapSet, tap_sets: Sequence[TapSet], arms: Mapping[tuple[int, ...], Any]
+) -> tuple[int, ...] | None:
+    """The set `taps` is compared with; None for a reference itself, or where it was not measured."""
+    for name in (DEFAULT, UNIFORM):
+        for other in tap_sets:
+            if name in other.names and len(other.boundaries) == len(taps.boundaries):
+                found = other.boundaries if other.boundaries in arms else None
+                return None if found == taps.boundaries else found
+    return None
+
+
+def foresight(
+    findings: Sequence[Finding], scores: Mapping[str, Callable[[tuple[int, ...]], float]], count: int
+) -> list[dict[str, Any]]:
+    """Kendall's tau of each score with each measured figure, over the sets of `count` taps."""
+    sets = [finding for finding in findings if len(finding.taps.boundaries) == count]
+    rows: list[dict[str, Any]] = []
+    if len(sets) < 3:
+        return rows
+    for name, score in scores.items():
+        given = [score(finding.taps.boundaries) for finding in sets]
+        row: dict[str, Any] = {"score": name, "sets": len(sets)}
+        for figure in ("acceptance_length", "overlap"):
+            found = kendalltau(given, [finding.values[figure] for finding in sets])
+            row[figure] = None if np.isnan(found.statistic) else float(found.statistic)
+            row[f"{figure}_p"] = None if np.isnan(found.pvalue) else float(found.pvalue)
+        rows.append(row)
+    return sorted(rows, key=lambda row: -abs(row["overlap"] or 0.0))
+
+
+def print_findings(title: str, findings: Sequence[Finding], ranks: Sequence[Mapping[str, Any]]) -> None:
+    """The tables for people."""
+    ordered = sorted(findings, key=lambda f: (len(f.taps.boundaries), -f.values["acceptance_length"]))
+    rows = [
+        [
+            finding.label,
+            ",".join(str(boundary) for boundary in finding.taps.boundaries),
+            finding.seeds,
+            *(
+                cell
+                for name in ("acceptance_length", "overlap")
+                for cell in (_number(finding, name), _versus(finding, name))
+            ),
+            _number(finding, "divergence"),
+            _number(finding, "served_length"),
+        ]
+        for finding in ordered
+    ]
+    columns = [
+        "tap set",
+        "boundaries",
+        "seeds",
+        "accept length",
+        "vs reference",
+        "overlap",
+        "vs reference",
+        "KL",
+        "served length",
+    ]
+    print_table(title, columns, rows)
+    if ranks:
+        print_table(
+            f"Kendall's tau of scores with what was measured, over {ranks[0]['sets']} sets of equal size",
+            ["score", "accept length", "p", "overlap", "p"],
+            [
+                [r["score"], r["acceptance_length"], r["acceptance_length_p"], r["overlap"], r["overlap_p"]]
+                for r in ranks
+            ],
+        )
+
+
+def _number(finding: Finding, name: str) -> str | None:
+    if name not in finding.values:
+        return None
+    low, high = finding.intervals[name]
+    return f"{finding.values[name]:.3f} ({low:.3f}..{high:.3f})"
+
+
+def _versus(finding: Finding, name: str) -> str | None:
+    found = finding.differences.get(name)
+    if found is None:
+        return None
+    return f"{found.value:+.3f} ({found.interval[0]:+.3f}..{found.interval[1]:+.3f})"

@@ -1,0 +1,152 @@
+"""What a study reports: paired differences, what could have been seen, and which score foresaw the order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.cli.bootstrap import Arm, arm_difference, arm_interval
+from specdec.cli.main import main
+from specdec.cli.study_report import compare, foresight
+from specdec.train.study_arms import TapSet
+
+CONVERSATIONS = 40
+
+
+def _record(boundaries: tuple[int, ...], seed: int, gain: float, noise: np.ndarray) -> dict[str, Any]:
+    offline = [
+        {
+            "committed": 20 + gain + float(x),
+            "verify_steps": 10,
+            "overlap": [4 + gain],
+            "divergence": [2 - gain],
+            "rows": [10],
+        }
+        for x in noise
+    ]
+    return {"boundaries": list(boundaries), "seed": seed, "offline": offline, "served": []}
+
+
+@pytest.fixture
+def noise() -> Callable[[int], np.ndarray]:
+    return lambda seed: np.random.default_rng(seed).normal(size=CONVERSATIONS)
+
+
+def _sets(*sets: tuple[str, tuple[int, ...]]) -> list[TapSet]:
+    return [TapSet(boundaries=boundaries, names=(name,)) for name, boundaries in sets]
+
+
+def test_a_shared_noise_cancels_in_a_paired_difference(noise: Callable[[int], np.ndarray]) -> None:
+    """Prompts differ by one token in ten, sets by a tenth of that: only pairing can see it."""
+    sets = _sets(("default", (2, 15, 27)), ("mine", (11, 18, 27)))
+    records = [_record((2, 15, 27), s, 0.0, noise(s)) for s in range(3)]
+    records += [_record((11, 18, 27), s, 0.1, noise(s)) for s in range(3)]
+    reference, mine = compare(records, sets)
+    assert reference.differences == {}
+    assert mine.reference == (2, 15, 27)
+    found = mine.differences["acceptance_length"]
+    assert found.value == pytest.approx(0.01)
+    assert found.interval == pytest.approx((0.01, 0.01))
+    low, high = mine.intervals["acceptance_length"]
+    assert high - low > 0.02
+
+
+def test_what_could_be_seen_grows_with_the_noise_that_is_not_shared() -> None:
+    generator = np.random.default_rng(0)
+    base = generator.normal(20, 1, size=(3, CONVERSATIONS))
+    steps = np.full_like(base, 10.0)
+    quiet = Arm(base + 0.1 + generator.normal(0, 0.05, size=base.shape), steps)
+    loud = Arm(base + 0.1 + generator.normal(0, 0.5, size=base.shape), steps)
+    reference = Arm(base, steps)
+    assert arm_difference(loud, reference).detectable > 3 * arm_difference(quiet, reference).detectable
+
+
+def test_the_interval_of_an_arm_covers_the_truth_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    hits = 0
+    for trial in range(60):
+        values = generator.normal(15, 3, size=(1, CONVERSATIONS))
+        low, high = arm_interval(Arm(values, np.full_like(values, 10.0)), seed=trial)
+        hits += low <= 1.5 <= high
+    assert hits >= 50
+
+
+def test_sets_of_other_sizes_are_compared_with_the_uniform_rule(noise: Callable[[int], np.ndarray]) -> None:
+    sets = _sets(("uniform", (2, 28)), ("mine", (11, 27)))
+    records = [_record((2, 28), 0, 0.0, noise(0)), _record((11, 27), 0, 0.5, noise(0))]
+    assert compare(records, sets)[1].reference == (2, 28)
+
+
+def test_a_score_that_orders_sets_as_measured_gets_tau_one(noise: Callable[[int], np.ndarray]) -> None:
+    boundaries = [(1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12)]
+    sets = _sets(*[(f"random{i}", b) for i, b in enumerate(boundaries)])
+    records = [_record(b, 0, 0.3 * i, noise(0)) for i, b in enumerate(boundaries)]
+    scores = {"depth": lambda taps: float(sum(taps)), "shallowness": lambda taps: -float(sum(taps))}
+    ranks = {row["score"]: row for row in foresight(compare(records, sets), scores, 3)}
+    assert ranks["depth"]["overlap"] == 1.0
+    assert ranks["shallowness"]["acceptance_length"] == -1.0
+
+
+@pytest.fixture
+def answers(tiny_llama: Path, tmp_path: Path) -> Path:
+    """Random texts: what is learnt does not matter here."""
+    generator = np.random.default_rng(0)
+    path = tmp_path / "responses.jsonl"
+    with open(path, "w") as file:
+        for number in range(10):
+            ids = generator.integers(0, 200, size=16).tolist()
+            record = {"id": f"p{number}", "prompt_token_ids": ids[:5], "response_token_ids": ids[5:]}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def test_the_command_writes_table_picture_and_json(
+    tiny_llama: Path, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "study", tmp_path / "study.png"
+    words = [
+        "study",
+        str(tiny_llama),
+        *("--data", str(answers), "--out", str(out), "--layers", "mine=1,3", "--k", "2,1", "--seeds", "1"),
+        *("--random-sets", "1", "--train-tokens", "40", "--held-out", "3", "--served", "1"),
+        *("--served-tokens", "4", "--epochs", "1", "--draft-vocab-size", "64", "--picture", str(picture)),
+    ]
+    assert main(words) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["heads"] == summary["planned"] == len(summary["findings"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "study.json").read_text())["run"]["defaults"]["train_tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layers", "11,18"], "--layers (11,18) must be NAME="),
+        (["--layers", "mine=1,9"], "boundary 9 must be in 0..4"),
+        (["--layers", "mine=none.json"], "--layers (none.json) must be a selection.json"),
+        (["--k", "0"], "--k (0) must be"),
+        (["--k", "9"], "--k (9) must be in 1..4"),
+        (["--seeds", "x"], "--seeds (x) must be"),
+        (["--held-out", "16"], "lower one of them"),
+        (["--scores", "none.json"], "none.json"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    words: list[str],
+    said: str,
+    tiny_llama: Path,
+    answers: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["study", str(tiny_llama), "--data", str(answers), "--out", str(tmp_path / "s")]
+    command += ["--held-out", "3", "--served", "1", "--train-tokens", "40"]
+    command += ["--draft-vocab-size", "64", *words]
+    assert main(command) in (1, 2)
+    printed = capsys.readouterr().err.splitlines()
+    assert said in printed[-1]
