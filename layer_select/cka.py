@@ -9,9 +9,9 @@ once and the flattened stack is multiplied by its own transpose: n^2 hidden per 
 feature form (hidden^2 n per pair) would only be cheaper for n far above hidden, where minibatches never are.
 U-centring ignores a common shift of the states, so they are centred first, which keeps fp32 digits.
 
-The biased value (HSIC with the diagonal kept) comes from the same Grams. Averaged over minibatches it depends
-on their size, but it is a Gram matrix itself, hence positive semi-definite, which a k-DPP needs and the
-debiased one does not promise.
+The biased value (HSIC with the diagonal kept) comes from the same Grams; averaged over minibatches it depends
+on their size. Over shared rows both kinds are inner products of matrices, one for each boundary, so both CKA
+matrices are positive semi-definite, as a k-DPP needs.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class HsicPair:
     """HSIC between all pairs of boundaries over the same rows, `[boundaries, boundaries]`, float64.
 
     Attributes:
-        debiased: HSIC_1; unbiased, so it may be negative.
-        biased: HSIC_0 = tr(K H L H) / (n - 1)^2; positive semi-definite.
+        debiased: HSIC_1; unbiased, so it may be negative off the diagonal.
+        biased: HSIC_0 = tr(K H L H) / (n - 1)^2, never negative.
     """
 
     debiased: Tensor

@@ -114,7 +114,7 @@ class LayerScores:
         return torch.einsum("b,bij->ij", weights, hsic) / (weights @ self.rows)
 
     def cka(self, counts: Tensor | None = None, *, biased: bool = False) -> Tensor:
-        """Minibatch CKA, `[N + 1, N + 1]`: debiased, or biased and then positive semi-definite."""
+        """Minibatch CKA, `[N + 1, N + 1]`, debiased or not; positive semi-definite either way."""
         return cka_from_hsic(self.mean_hsic(counts, biased=biased))
 
     def block_influence(self, counts: Tensor | None = None) -> Tensor:

@@ -126,7 +126,7 @@ class RidgeProbe:
         weights = ridge_solve(
             self._gram[columns][:, columns],
             self._cross[int(second), columns],
-            torch.tensor(self.penalty, device=self._gram.device),
+            torch.tensor(self.penalty, dtype=torch.float64, device=self._gram.device),
         )
         centred = self._held_inputs[:, columns] - self._input_mean[columns]
         return centred @ weights + self._output_mean[int(second)]

@@ -148,7 +148,7 @@ class _Pass:
             require_finite(text_states, self.boundaries)
         tap.states = {}
         for text_states in states:
-            sample = self._sample(text_states, index)
+            sample = self._sample(text_states)
             for estimator in self._at("text"):
                 self.state.text_values.setdefault(estimator.name, []).append(estimator.compute(sample).cpu())
             self.state.batch_of_text.append(index)
@@ -162,7 +162,7 @@ class _Pass:
             self.state.probe_seconds += time.perf_counter() - started
         rows = torch.cat(states, dim=1)
         states.clear()
-        sample = self._sample(rows, index)
+        sample = self._sample(rows)
         for estimator in self._at("batch"):
             self.state.batch_values.setdefault(estimator.name, []).append(estimator.compute(sample).cpu())
         self.state.block_influence.append(block_influence(rows).cpu())
@@ -178,7 +178,7 @@ class _Pass:
     def _at(self, level: str) -> list[Estimator]:
         return [estimator for estimator in self.estimators if estimator.level == level]
 
-    def _sample(self, states: Tensor, batch_index: int) -> StateSample:
+    def _sample(self, states: Tensor) -> StateSample:
         config = self.config
         return StateSample(
             states=states,

@@ -10,6 +10,7 @@ from specdec.layer_select.cka import (
     debiased_cka,
     degenerate_boundaries,
     hsic_matrix,
+    hsic_pair,
     linear_cka,
     minibatch_hsic,
 )
@@ -110,3 +111,42 @@ def test_constant_features_have_cka_zero_with_others_and_are_named() -> None:
 def test_fewer_than_four_rows_are_an_error_with_both_numbers(rows: int) -> None:
     with pytest.raises(SpecdecError, match=f"at least 4 rows, {rows} given"):
         hsic_matrix(torch.randn(2, rows, 5))
+
+
+@pytest.mark.parametrize("rows", [4, 17])
+def test_biased_hsic_of_all_pairs_agrees_with_centred_grams(rows: int) -> None:
+    states = torch.randn(3, rows, 9, dtype=torch.float64)
+    states[1] += states[0]
+    h = np.eye(rows) - 1 / rows
+    grams = [x @ x.T for x in states.numpy()]
+    expected = [[np.trace(k @ h @ g @ h) / (rows - 1) ** 2 for g in grams] for k in grams]
+    pair = hsic_pair(states)
+    assert np.allclose(pair.biased.numpy(), expected, atol=TOLERANCE)
+    assert torch.equal(pair.debiased, hsic_matrix(states))
+    cka = cka_from_hsic(pair.biased)
+    assert cka[0, 1].item() == pytest.approx(linear_cka(states[0], states[1]).item(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("hidden", [3, 64])
+def test_streamed_cka_of_either_kind_is_positive_semi_definite(hidden: int) -> None:
+    """A k-DPP takes determinants of it: one negative eigenvalue and the search means nothing.
+
+    HSIC_1 over shared rows is an inner product of U-centred Grams, so the debiased matrix is one as well.
+    """
+    states = torch.randn(20, 40, hidden, dtype=torch.float64).cumsum(dim=0)
+    parts = [hsic_pair(part) for part in states.split(5, dim=1)]
+    for kind in (lambda part: part.biased, lambda part: part.debiased):
+        cka = cka_from_hsic(torch.stack([kind(part) for part in parts]).mean(dim=0))
+        assert torch.linalg.eigvalsh(cka).min() > -1e-10
+
+
+def test_biased_value_grows_as_minibatches_shrink() -> None:
+    """The known bias, stated where the batch size is chosen (ScoreConfig.cka_rows)."""
+    states = torch.randn(2, 512, 64, dtype=torch.float64)
+    values = []
+    for size in (16, 64, 512):
+        parts = torch.stack([hsic_pair(part).biased for part in states.split(size, dim=1)])
+        values.append(cka_from_hsic(parts.mean(dim=0))[0, 1].item())
+    assert values == sorted(values, reverse=True)
+    assert values[0] > 0.6
+    assert values[-1] < 0.2

@@ -9,7 +9,7 @@ import pytest
 from specdec.errors import SpecdecError
 from specdec.hf import encode_text, render_chat
 from specdec.layer_select.config import ScoreConfig
-from specdec.layer_select.texts import CalibrationText, read_texts, texts_hash
+from specdec.layer_select.texts import CalibrationText, read_domains, read_texts, texts_hash
 
 CONFIG = ScoreConfig(tokens=10_000)
 
@@ -105,6 +105,33 @@ def test_a_target_without_a_chat_template_is_given_plain_prompts(tmp_path: Path,
         assert list(text.token_ids) == encode_text(tiny_tokenizer, "tell me")
     finally:
         tiny_tokenizer.chat_template = template
+
+
+def test_rows_carry_their_domain_and_files_give_one_to_rows_without(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    rows = [{"text": "some prose here", "domain": "prose"}, {"text": "x = 1 + 2 * 3"}]
+    path = write_rows(tmp_path / "mixed.jsonl", rows)
+    plain = read_texts(path, tiny_tokenizer, CONFIG)
+    assert sorted(text.domain for text in plain) == ["", "prose"]
+    coded = read_texts(path, tiny_tokenizer, CONFIG, domain="code")
+    assert sorted(text.domain for text in coded) == ["code", "prose"]
+    # a domain is a label: what is measured, and its hash, stay the same.
+    assert texts_hash(plain) == texts_hash(coded)
+
+
+def test_every_domain_gets_an_equal_part_of_the_budget(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Catches a large file that crowds the others out."""
+    sources = {}
+    for domain, count in (("prose", 400), ("maths", 60)):
+        rows = [{"text": f"{domain} {i}: {i} and {i * 3} are numbers"} for i in range(count)]
+        sources[domain] = write_rows(tmp_path / f"{domain}.jsonl", rows)
+    texts = read_domains(sources, tiny_tokenizer, ScoreConfig(tokens=1000))
+    measured = {domain: sum(text.num_kept for text in texts if text.domain == domain) for domain in sources}
+    assert list(dict.fromkeys(text.domain for text in texts)) == ["prose", "maths"]
+    assert all(500 - 4 < tokens <= 500 for tokens in measured.values())
+    with pytest.raises(SpecdecError, match="at least one file"):
+        read_domains({}, tiny_tokenizer, CONFIG)
 
 
 @pytest.mark.parametrize(
