@@ -103,15 +103,20 @@ class RandomStream:
         Returns:
             Ids in order of arrival; ties go to the lowest id.
         """
-        speeds = rates / self._exponentials(position, len(rates))
+        speeds = rates / self.exponentials(position, len(rates))
         if count == 1:
             winner = int(speeds.argmax())
             return [winner] if speeds[winner] > 0.0 else []
         order = np.argsort(-speeds, kind="stable")[:count]
         return [int(token) for token in order if speeds[token] > 0.0]
 
-    def _exponentials(self, position: int, count: int) -> NDArray[np.float64]:
-        """Standard exponential numbers, positive and finite."""
+    def exponentials(self, position: int, count: int) -> NDArray[np.float64]:
+        """Noise of the races at a position: standard exponential numbers, positive and finite.
+
+        Args:
+            position: absolute position of the token the winner follows.
+            count: how many ids; the first numbers do not depend on it.
+        """
         self._seek(position, Purpose.RACE, 0)
         # the middles of 2**52 cells: neither 0 nor 1 among them
         return -np.log(((self._bits.random_raw(count) >> _DROPPED_BITS_OF_RACES) + 0.5) * _TO_UNIT_OF_RACES)

@@ -228,7 +228,7 @@ def test_numbers_at_the_border_never_choose_an_excluded_token(
         soon = (np.arange(count) + position) % 3 == first_arrives
         return np.where(soon, *BORDERS_OF_RACES)
 
-    monkeypatch.setattr(RandomStream, "_exponentials", stuck)
+    monkeypatch.setattr(RandomStream, "exponentials", stuck)
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.3, top_k=5, seed=0)
     expected = [result.token_ids for result in plain.generate(prompts[:12], params)]
     results = told(plain, prompts[:12], expected).generate(prompts[:12], params)
