@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.layer_select.config import ScoreConfig
+from specdec.layer_select.entropy import estimators_named
 
 # copies of one batch's states that are alive at once: those of the taps, of texts, of mixed and scaled rows.
 STATE_COPIES = 5
@@ -78,6 +79,7 @@ class CostEstimate:
 
     forward_flop: float
     estimator_flop: float
+    eigen_flop: float
     cka_flop: float
     probe_flop: float
     seconds: float
@@ -87,45 +89,50 @@ class CostEstimate:
     @property
     def flop(self) -> float:
         """All parts together."""
-        return self.forward_flop + self.estimator_flop + self.cka_flop + self.probe_flop
+        parts = (self.forward_flop, self.estimator_flop, self.eigen_flop, self.cka_flop, self.probe_flop)
+        return sum(parts)
 
 
-# from model cards: Llama-2-7B and Llama-3.1-70B, the sizes the question is asked for.
+# sizes of Llama-2-7B and Llama-3.1-70B, for which the question is asked.
 LARGE_TARGETS = {
-    "7B (32 layers, 4096 wide)": TargetShape(
-        num_layers=32, hidden_size=4096, vocab_size=32000, parameters=6.7e9
-    ),
-    "70B (80 layers, 8192 wide)": TargetShape(
-        num_layers=80, hidden_size=8192, vocab_size=128256, parameters=70.6e9
-    ),
+    "7B": TargetShape(num_layers=32, hidden_size=4096, vocab_size=32000, parameters=6.7e9),
+    "70B": TargetShape(num_layers=80, hidden_size=8192, vocab_size=128256, parameters=70.6e9),
 }
 # NVIDIA's figures for one H200 (dense): bf16 989 TFLOP/s, fp32 67 TFLOP/s; 40 % of each is a usual share.
 H200_BF16_FLOP_PER_S = 0.4 * 989e12
 H200_FP32_FLOP_PER_S = 0.4 * 67e12
+# eigenvalues of one matrix of 512 rows in fp64 by one processor core; a card is not faster at this size.
+EIGEN_FLOP_PER_S = 1e10
 
 
 def estimate_cost(shape: TargetShape, config: ScoreConfig, *, weight_width: int = 2) -> CostEstimate:
     """Operations, seconds on one H200-class card and memory of a pass over `config.tokens` positions.
 
-    Weights in half precision, estimates in fp32 except decompositions in fp64, which are counted twice.
+    Weights in half precision, products in fp32, eigenvalues of texts of full length in fp64. The ridge
+    probe's subsets come on top: about 4 `probe_dims` cubed operations each.
     """
     boundaries, hidden, tokens = shape.num_layers + 1, shape.hidden_size, config.tokens
+    names = {estimator.name for estimator in estimators_named(config.estimators)}
     text = min(config.max_text_tokens, hidden)
-    texts = tokens / text
-    spectra = texts * boundaries * (2 * text**2 * hidden + 2 * 4 / 3 * text**3)
-    covariance = 2 * tokens * boundaries * min(hidden, config.batch_tokens) * hidden
-    lens = 2 * config.lens_tokens * boundaries * hidden * shape.vocab_size
+    products = 2 * tokens * boundaries * text * hidden
+    if "gaussian_entropy" in names:
+        products += 2 * tokens * boundaries * min(hidden, config.batch_tokens) * hidden
+    if "logit_lens_entropy" in names:
+        products += 2 * config.lens_tokens * boundaries * hidden * shape.vocab_size
+    eigen = tokens / text * boundaries * 4 / 3 * text**3
     cka = 2 * tokens * boundaries * config.cka_rows * hidden + 4 * tokens * config.cka_rows * boundaries**2
     width = (boundaries + 1) * min(config.probe_dims, hidden)
     probe = 2 * config.probe_tokens * (width**2 + boundaries * hidden * config.probe_dims)
     forward = 2 * shape.parameters * tokens
-    rest = spectra + covariance + lens + cka + probe
     return CostEstimate(
         forward_flop=forward,
-        estimator_flop=spectra + covariance + lens,
+        estimator_flop=products,
+        eigen_flop=eigen,
         cka_flop=cka,
         probe_flop=probe,
-        seconds=forward / H200_BF16_FLOP_PER_S + rest / H200_FP32_FLOP_PER_S,
+        seconds=forward / H200_BF16_FLOP_PER_S
+        + (products + cka + probe) / H200_FP32_FLOP_PER_S
+        + eigen / EIGEN_FLOP_PER_S,
         weight_bytes=weight_width * shape.parameters,
         working_bytes=working_bytes(shape, config),
     )

@@ -40,14 +40,19 @@ class Readout:
         self.vocab_size = int(head.weight.shape[0])
 
     @torch.no_grad()
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits `[rows, vocabulary]`, fp32, of states `[rows, hidden]` before the final norm."""
-        return self._run(states, before=True)
+    def over_logits(self, states: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `reduce` makes of the logits `[block, vocabulary]`, fp32, of states before the final norm.
+
+        Args:
+            states: `[rows, hidden]`.
+            reduce: a function of a block's logits with one result a row; results are put together.
+        """
+        return torch.cat([reduce(self._step(block, before=True)) for block in self._blocks(states)])
 
     @torch.no_grad()
     def logits_of_features(self, features: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]`, fp32, of features `[rows, hidden]` after the final norm."""
-        return self._run(features, before=False)
+        return torch.cat([self._step(block, before=False) for block in self._blocks(features)])
 
     @torch.no_grad()
     def features(self, states: Tensor) -> Tensor:
@@ -60,9 +65,8 @@ class Readout:
         """Embeddings `[rows, hidden]`, fp32, of token ids `[rows]`."""
         return self._model.get_input_embeddings()(ids.to(self.device)).float()
 
-    def _run(self, rows: Tensor, *, before: bool) -> Tensor:
-        block = max(1, BLOCK_ELEMENTS // self.vocab_size)
-        return torch.cat([self._step(part, before=before) for part in rows.split(block)])
+    def _blocks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split(max(1, BLOCK_ELEMENTS // self.vocab_size))
 
     def _step(self, rows: Tensor, *, before: bool) -> Tensor:
         given = rows.unsqueeze(0).to(self._dtype)

@@ -184,7 +184,7 @@ class _Pass:
             states=states,
             center=config.center,
             row_normalize=config.row_normalize,
-            logits=self.readout.logits,
+            over_logits=self.readout.over_logits,
             lens_rows=max(1, round(config.lens_tokens * states.shape[1] / self.total)),
             max_coordinates=config.histogram_coordinates,
             # the coordinates of the histogram must be those of every other batch; rows may differ.

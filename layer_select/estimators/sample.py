@@ -24,8 +24,8 @@ class StateSample:
         states: `[boundaries, rows, hidden]`, sink and padding positions removed.
         center: Subtract the sample's mean state before a Gram.
         row_normalize: Scale states to unit length, after centring.
-        logits: The target's own way from states `[rows, hidden]` before its final norm to logits
-            `[rows, vocabulary]`; only the logit lens asks for it.
+        over_logits: The target's own way from states `[rows, hidden]` before its final norm to logits
+            `[rows, vocabulary]`, handed to a function block by block; only the logit lens asks for it.
         lens_rows: Rows that the logit lens reads, the first after a seeded shuffle.
         max_coordinates: Coordinates that the histogram reads, chosen by the seed.
         seed: Seed of what is left out.
@@ -34,7 +34,7 @@ class StateSample:
     states: Tensor
     center: bool = True
     row_normalize: bool = True
-    logits: Callable[[Tensor], Tensor] | None = None
+    over_logits: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
     lens_rows: int = 64
     max_coordinates: int = 256
     seed: int = 0

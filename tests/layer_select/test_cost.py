@@ -12,11 +12,15 @@ def test_a_forward_costs_two_operations_a_weight_and_token_and_the_rest_is_added
     for shape in LARGE_TARGETS.values():
         cost = estimate_cost(shape, CONFIG)
         assert cost.forward_flop == 2 * shape.parameters * CONFIG.tokens
-        assert cost.flop == cost.forward_flop + cost.estimator_flop + cost.cka_flop + cost.probe_flop
+        assert cost.flop > cost.forward_flop + cost.eigen_flop > cost.forward_flop
         assert cost.weight_bytes == 2 * shape.parameters
         without = estimate_cost(shape, replace(CONFIG, probe_tokens=0))
         assert without.probe_flop == 0
         assert without.seconds < cost.seconds
+        lens = estimate_cost(shape, replace(CONFIG, estimators=("logit_lens_entropy",)))
+        plain = estimate_cost(shape, replace(CONFIG, estimators=("matrix_entropy",)))
+        head = 2 * shape.hidden_size * shape.vocab_size * CONFIG.lens_tokens * (shape.num_layers + 1)
+        assert lens.estimator_flop - plain.estimator_flop == head
 
 
 def test_working_memory_is_one_batch_and_does_not_grow_with_the_number_of_tokens() -> None:

@@ -1,6 +1,7 @@
 """Estimators beyond the spectral ones agree with numpy and scipy and stay defined on degenerate input."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ TOLERANCE = 1e-6
 HEAD = torch.randn(9, 23, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def head(states: Tensor) -> Tensor:
-    return states.to(HEAD.dtype)[:, : len(HEAD)] @ HEAD[: states.shape[1]]
+def head(states: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    logits = states.to(HEAD.dtype)[:, : len(HEAD)] @ HEAD[: states.shape[1]]
+    return torch.cat([reduce(block) for block in logits.split(5)])
 
 
 def reference_histogram(column: np.ndarray) -> float:
@@ -90,25 +92,25 @@ def test_logit_lens_entropy_agrees_with_scipy_and_reads_as_many_rows_as_it_may()
     states = torch.randn(2, 30, 9, dtype=torch.float64)
     law = scipy.special.softmax((states @ HEAD).numpy(), axis=-1)
     expected = scipy.stats.entropy(law, axis=-1) / math.log(23)
-    sample = StateSample(states=states, logits=head, lens_rows=30)
+    sample = StateSample(states=states, over_logits=head, lens_rows=30)
     assert logit_lens_entropy(sample).tolist() == pytest.approx(expected.mean(axis=1).tolist(), abs=TOLERANCE)
     seen: list[int] = []
 
-    def counting_head(rows: Tensor) -> Tensor:
+    def counting_head(rows: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         seen.append(len(rows))
-        return head(rows)
+        return head(rows, reduce)
 
-    logit_lens_entropy(StateSample(states=states, logits=counting_head, lens_rows=4))
-    assert seen == [4, 4]
+    logit_lens_entropy(StateSample(states=states, over_logits=counting_head, lens_rows=4))
+    assert seen == [2 * 4]
 
 
 def test_a_vocabulary_entry_that_the_target_masks_is_no_nan() -> None:
-    def masked(rows: Tensor) -> Tensor:
-        logits = head(rows)
+    def masked(rows: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        logits = head(rows, lambda block: block)
         logits[:, 5:] = -torch.inf
-        return logits
+        return reduce(logits)
 
-    value = logit_lens_entropy(StateSample(states=torch.randn(1, 6, 9), logits=masked)).item()
+    value = logit_lens_entropy(StateSample(states=torch.randn(1, 6, 9), over_logits=masked)).item()
     assert 0 < value < math.log(5) / math.log(23) + 1e-9
 
 
@@ -136,7 +138,7 @@ def test_degenerate_states_have_a_finite_value_in_every_estimator(
     states: Tensor, name: str, normalize: bool
 ) -> None:
     """Catches divisions by ln 1, by zero widths, by zero traces, and logarithms of them."""
-    sample = StateSample(states=states, logits=head, row_normalize=normalize)
+    sample = StateSample(states=states, over_logits=head, row_normalize=normalize)
     values = ESTIMATORS[name].compute(sample)
     assert values.shape == (2,)
     assert values.dtype == torch.float64

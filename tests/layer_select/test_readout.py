@@ -47,7 +47,7 @@ def test_states_of_the_last_boundary_give_the_targets_own_logits(
     # blocks of 4 rows: the last one is short.
     monkeypatch.setattr(readout, "BLOCK_ELEMENTS", 4 * reader.vocab_size)
     states = tap.states[last][0]
-    assert torch.allclose(reader.logits(states), expected, atol=TOLERANCE)
+    assert torch.allclose(reader.over_logits(states, lambda logits: logits), expected, atol=TOLERANCE)
     assert torch.allclose(reader.logits_of_features(reader.features(states)), expected, atol=TOLERANCE)
     assert not model.base_model._forward_hooks
     assert not hf.final_norm(model)._forward_hooks
