@@ -1,0 +1,256 @@
+"""The level-by-level rules over a ragged batch in torch: no host round trip, no loop over sequences.
+
+Owns greedy, coupled, target-only, deterministic, rejection and multi-round; each decides as the rule of that
+name on one tree does with the same random numbers (float64 inside, whatever the inputs are). Loops run over
+depth or over rows, both static, and every step is one tensor operation for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch
+
+
+def rows_at(laws: Tensor, nodes: Tensor) -> Tensor:
+    """Law of one node of each sequence, float64 `[batch, vocab]`, summing to 1 (or 0 for an empty row)."""
+    index = nodes.view(-1, 1, 1).expand(-1, 1, laws.shape[2])
+    return normalised(laws.gather(1, index).squeeze(1).double())
+
+
+def normalised(laws: Tensor) -> Tensor:
+    """Divide rows by their sum; rows of zeros stay."""
+    mass = laws.sum(-1, keepdim=True)
+    return laws / torch.where(mass > 0.0, mass, 1.0)
+
+
+def draw(laws: Tensor, numbers: Tensor) -> Tensor:
+    """Draw from every row by the inverse CDF, as `specdec.sampling.sample` does.
+
+    A scan on a card may round so that an empty id has a step; ids of no mass are kept out by name.
+
+    Args:
+        laws: float64 `[batch, vocab]`, not necessarily normalised, each with mass.
+        numbers: float64 `[batch]` in [0, 1).
+    """
+    cdf = laws.cumsum(-1)
+    allowed = laws > 0.0
+    reached = (numbers.unsqueeze(1) < cdf / cdf[:, -1:]) & allowed
+    last_allowed = laws.shape[1] - 1 - allowed.flip(-1).byte().argmax(-1)
+    return torch.where(reached.any(-1), reached.byte().argmax(-1), last_allowed)
+
+
+def one_hot_like(laws: Tensor, tokens: Tensor) -> Tensor:
+    """Laws that are sure of one token each, in the shape of `laws` `[batch, vocab]`."""
+    return torch.zeros_like(laws).scatter_(1, tokens.unsqueeze(1), 1.0)
+
+
+def token_probs(laws: Tensor, tokens: Tensor) -> Tensor:
+    """Probability of one token in each row."""
+    return laws.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def is_leaf(tree: TreeBatch, nodes: Tensor) -> Tensor:
+    """Whether one node of each tree has no children."""
+    return ~(tree.parents == nodes.unsqueeze(1)).any(1)
+
+
+def _follow(tree: TreeBatch, wanted_after: Callable[[int, Tensor], Tensor]) -> BatchResult:
+    """Follow wanted tokens down the trees while they were drafted.
+
+    Args:
+        tree: the proposals.
+        wanted_after: (depth, node of each sequence) -> the token wanted there.
+    """
+    node = torch.zeros_like(tree.num_nodes)
+    depth = torch.zeros_like(tree.num_nodes)
+    wanted = wanted_after(0, node)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    path = []
+    for level in range(tree.max_depth):
+        matches = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == wanted.unsqueeze(1))
+        walking = walking & matches.any(1)
+        # the first of equal siblings, as on one tree
+        child = matches.byte().argmax(1)
+        node = torch.where(walking, child, node)
+        depth = depth + walking
+        path.append(torch.where(walking, child, -1))
+        wanted = torch.where(walking, wanted_after(level + 1, node), wanted)
+    return BatchResult(
+        accepted_nodes=torch.stack(path, 1) if path else tree.parents[:, :0],
+        num_accepted=depth,
+        next_token_ids=wanted,
+        is_bonus=is_leaf(tree, node),
+    )
+
+
+def greedy_batch(tree: TreeBatch, target_argmax: Tensor) -> BatchResult:
+    """Follow the target's own choices (rule 2.9).
+
+    Args:
+        tree: the proposals.
+        target_argmax: int64 `[batch, nodes]`, the target's greedy token after each node.
+    """
+    return _follow(tree, lambda _, node: target_argmax.gather(1, node.unsqueeze(1)).squeeze(1))
+
+
+def coupled_batch(tree: TreeBatch, target_probs: Tensor, exponentials: Tensor) -> BatchResult:
+    """Follow the winners of the target's races (rule 2.11).
+
+    Args:
+        tree: the proposals.
+        target_probs: `[batch, nodes, vocab]`.
+        exponentials: float64 `[batch, max_depth + 1, vocab]`; row d is the noise of the position d after the
+            root's.
+    """
+    return _follow(
+        tree, lambda depth, node: (rows_at(target_probs, node) / exponentials[:, depth]).argmax(-1)
+    )
+
+
+def target_only_batch(
+    tree: TreeBatch,
+    target_probs: Tensor,
+    numbers: StepNumbers,
+    *,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+) -> BatchResult:
+    """Compare one number per level with the running sum of p over the siblings (rule 2.3).
+
+    Args:
+        tree: the proposals.
+        target_probs: `[batch, nodes, vocab]`.
+        numbers: of the step.
+        threshold_single: in (0, 1]; below 1 the rule is lossy.
+        threshold_acc: in (0, 1]; below 1 the rule is lossy.
+    """
+    same = (tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)) & (
+        tree.token_ids.unsqueeze(2) == tree.token_ids.unsqueeze(1)
+    )
+    # a second copy of a sibling adds nothing
+    is_copy = same.tril(-1).any(2)
+    node = torch.zeros_like(tree.num_nodes)
+    depth = torch.zeros_like(node)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    path = []
+    p = rows_at(target_probs, node)
+    # law of the next token where a level took none of its siblings
+    rest = p
+    for _ in range(tree.max_depth):
+        children = tree.parents == node.unsqueeze(1)
+        mass = torch.where(children & ~is_copy, p.gather(1, tree.token_ids), 0.0)
+        # ids of siblings, the others' places pointing at one that is a sibling anyway
+        siblings = torch.where(children, tree.token_ids, tree.token_ids.gather(1, _first(children)))
+        without = p.scatter(1, siblings, 0.0)
+        reached = mass.cumsum(1)
+        total = reached[:, -1] + without.sum(1)
+        coin = numbers.accept.gather(1, node.unsqueeze(1))
+        passes = coin < reached / total.unsqueeze(1) / threshold_acc
+        passes |= mass / total.unsqueeze(1) >= threshold_single
+        takes = passes & children
+        walking_before = walking
+        walking = walking & takes.any(1)
+        child = takes.byte().argmax(1)
+        stopped = walking_before & ~walking & children.any(1)
+        rest = torch.where(stopped.unsqueeze(1), without, rest)
+        node = torch.where(walking, child, node)
+        depth = depth + walking
+        path.append(torch.where(walking, child, -1))
+        p = rows_at(target_probs, node)
+        rest = torch.where(walking.unsqueeze(1), p, rest)
+    return _finish(tree, path, node, depth, rest, numbers)
+
+
+def _first(mask: Tensor) -> Tensor:
+    return mask.byte().argmax(1, keepdim=True)
+
+
+def deterministic_batch(tree: TreeBatch, target_probs: Tensor, numbers: StepNumbers) -> BatchResult:
+    """Take children with the probability p gives them (rule 2.2 on trees).
+
+    Args:
+        tree: the proposals.
+        target_probs: `[batch, nodes, vocab]`.
+        numbers: of the step.
+    """
+    return _sweep(tree, target_probs, None, numbers, remove_drawn=False)
+
+
+def rejection_batch(
+    tree: TreeBatch, target_probs: Tensor, draft_probs: Tensor, numbers: StepNumbers
+) -> BatchResult:
+    """Token rejection and recursive rejection without replacement (rules 2.1 and 2.5).
+
+    Args:
+        tree: the proposals.
+        target_probs: `[batch, nodes, vocab]`.
+        draft_probs: `[batch, nodes, vocab]`; a zero row has deterministic children.
+        numbers: of the step.
+    """
+    return _sweep(tree, target_probs, draft_probs, numbers, remove_drawn=True)
+
+
+def multi_round_batch(
+    tree: TreeBatch, target_probs: Tensor, draft_probs: Tensor, numbers: StepNumbers
+) -> BatchResult:
+    """Rejection of independent siblings (rule 2.4); arguments as for `rejection_batch`."""
+    return _sweep(tree, target_probs, draft_probs, numbers, remove_drawn=False)
+
+
+def _sweep(
+    tree: TreeBatch,
+    target_probs: Tensor,
+    draft_probs: Tensor | None,
+    numbers: StepNumbers,
+    remove_drawn: bool,
+) -> BatchResult:
+    """Try every row in order: children stand after their parent, so one sweep is the whole walk."""
+    node = torch.zeros_like(tree.num_nodes)
+    depth = torch.zeros_like(node)
+    path = tree.parents.new_full((len(node), tree.max_depth + 1), -1)
+    p = rows_at(target_probs, node)
+    q = torch.zeros_like(p) if draft_probs is None else rows_at(draft_probs, node)
+    has_law = q.any(1)
+    for row in range(1, tree.token_ids.shape[1]):
+        token = tree.token_ids[:, row]
+        is_child = tree.parents[:, row] == node
+        # a deterministic child was drawn from the law that is sure of it
+        drawn_from = torch.where(has_law.unsqueeze(1), q, one_hot_like(p, token))
+        chance = token_probs(drawn_from, token)
+        # a second copy of a drawn token has no chance left and is passed over
+        is_tried = is_child & (chance > 0.0)
+        accepts = is_tried & (
+            numbers.accept[:, row] < token_probs(p, token) / torch.where(chance > 0.0, chance, 1.0)
+        )
+        rejects = (is_tried & ~accepts).unsqueeze(1)
+        left = (p - drawn_from).clamp_(min=0.0)
+        has_left = left.sum(1, keepdim=True) > 0.0
+        p = torch.where(rejects & has_left, normalised(left), p)
+        if remove_drawn:
+            undrawn = normalised(q.scatter(1, token.unsqueeze(1), 0.0))
+            q = torch.where(rejects, undrawn, q)
+        path.scatter_(1, depth.unsqueeze(1), torch.where(accepts, row, -1).unsqueeze(1))
+        depth = depth + accepts
+        node = torch.where(accepts, row, node)
+        p = torch.where(accepts.unsqueeze(1), rows_at(target_probs, node), p)
+        if draft_probs is not None:
+            q = torch.where(accepts.unsqueeze(1), rows_at(draft_probs, node), q)
+            has_law = torch.where(accepts, q.any(1), has_law)
+    return _finish(tree, list(path[:, : tree.max_depth].unbind(1)), node, depth, p, numbers)
+
+
+def _finish(
+    tree: TreeBatch, path: list[Tensor], node: Tensor, depth: Tensor, law: Tensor, numbers: StepNumbers
+) -> BatchResult:
+    """Draw the next token of every sequence from what its walk left."""
+    is_bonus = is_leaf(tree, node)
+    return BatchResult(
+        accepted_nodes=torch.stack(path, 1) if path else tree.parents[:, :0],
+        num_accepted=depth,
+        next_token_ids=draw(law, torch.where(is_bonus, numbers.bonus, numbers.residual)),
+        is_bonus=is_bonus,
+    )
