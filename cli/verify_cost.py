@@ -28,9 +28,13 @@ class FixedDrafter:
 
     name = "fixed"
     boundaries: tuple[int, ...] = ()
+    can_sample = False
 
     def __init__(self, length: int, vocab_size: int) -> None:
         self.length, self.vocab_size = length, vocab_size
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return True
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return 0.0

@@ -1,10 +1,9 @@
-"""Serving an EAGLE-3 head: paged draft KV and tree growth (chain, or the dynamic tree of EAGLE-2).
+"""Serving an EAGLE-3 head: paged draft KV and the passes that grow trees.
 
 The draft's cache has the target's blocks: row k (target state k, token k+1) lies in slot k of the
 sequence. A proposal first computes the rows whose true states arrived since the last one, then grows
 the tree from guessed features; grown rows go behind the committed ones and are overwritten by true
-rows next time. Growth: EAGLE-2 (arXiv:2406.16858) sections 4.1 and 4.2: keep the `top_k` best
-candidates by path probability at each depth, then the best `max_nodes` over all depths.
+rows next time. Which nodes grow and which tokens they get is `growth`'s business.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.config import SpecConfig
 from specdec.drafter import DraftRequest, TargetView
 from specdec.drafts.checkpoint import LoadedDraft
+from specdec.drafts.growth import TreeGrowth, start_growth
 from specdec.kernels import paged_attention, store_kv
 from specdec.models.layers import Linear, fits_fp16, packing_available
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
-from specdec.tree import DraftTree, chain_tree
+from specdec.tree import DraftTree, chain_tree, path_to
 
 logger = logging.getLogger(__name__)
 
@@ -47,29 +47,22 @@ class _PackedLinear(nn.Module):
 
 
 @dataclass
-class _Growth:
-    """One sequence's tree under construction, in order of creation; index 0 is the root."""
+class _Scratch:
+    """Rows of one growing tree behind the sequence's committed ones."""
 
-    request: DraftRequest
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    scores: list[float] = field(default_factory=lambda: [0.0])
-    scratch: dict[int, int] = field(default_factory=dict)  # node -> its row behind the committed ones
-    scratch_depths: list[int] = field(default_factory=list)  # depth of the node in each such row
+    row_of: dict[int, int] = field(default_factory=dict)  # node -> its row
+    depths: list[int] = field(default_factory=list)  # depth of the node in each row
 
-    def ancestors(self, node: int) -> list[int]:
-        """Scratch rows a node sees: its own and those of its drafted ancestors."""
-        rows = []
-        while node > 0:
-            rows.append(self.scratch[node])
-            node = self.parents[node]
-        return rows
+    def visible(self, growth: TreeGrowth, node: int) -> list[int]:
+        """Rows a node sees: its own and those of its drafted ancestors."""
+        return [self.row_of[ancestor] for ancestor in path_to(growth.parents, node)[1:]]
 
 
 class Eagle3Drafter:
-    """Proposes trees with an EAGLE-3 head; deterministic children, the most probable ones."""
+    """Proposes trees with an EAGLE-3 head, in every mode."""
 
     name = "eagle3"
+    can_sample = True
 
     def __init__(self, draft: LoadedDraft, target: TargetView) -> None:
         head = draft.head
@@ -87,6 +80,7 @@ class Eagle3Drafter:
                 self._context,
                 target.max_model_len,
             )
+        self._vocab = head.vocab
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
         output_rows = head.head_weight.detach().float()
@@ -100,6 +94,9 @@ class Eagle3Drafter:
             head_dim=self.config.head_dim,
             device=target.device,
         )
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return spec.top_k == 1
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return PASS_COST * spec.max_depth
@@ -118,19 +115,13 @@ class Eagle3Drafter:
             grown = iter(self.propose(inside) if inside else [])
             return [next(grown) if r in inside else chain_tree(r.seq.token_ids[-1], []) for r in requests]
         hidden = self._catch_up([request.seq for request in requests])
-        growths = [_Growth(request, [request.seq.token_ids[-1]]) for request in requests]
-        frontiers = [[0]] * len(requests)
-        deepest = max(request.max_depth for request in requests)
-        for depth in range(1, deepest + 1):
-            frontiers, rows = self._expand(growths, frontiers, hidden)
-            frontiers = [
-                frontier if depth < request.max_depth else []
-                for frontier, request in zip(frontiers, requests, strict=True)
-            ]
-            if not any(frontiers):
-                break
-            hidden = self._grow_rows(growths, frontiers, hidden, rows)
-        return [_prune(growth) for growth in growths]
+        growths = [start_growth(request, self._vocab, self._vocab_ids) for request in requests]
+        scratches = [_Scratch() for _ in requests]
+        while True:
+            rows = self._expand(growths, hidden)
+            if not any(growth.frontier for growth in growths):
+                return [growth.tree() for growth in growths]
+            hidden = self._grow_rows(growths, scratches, hidden[torch.tensor(rows)])
 
     def _catch_up(self, sequences: list[Sequence]) -> Tensor:
         """Compute the rows whose true states are new, long prompts in chunks.
@@ -198,66 +189,44 @@ class Eagle3Drafter:
         attended = paged_attention(apply_rope(query, cos, sin), key_cache, value_cache, attention)
         return self._head.finish(attended, residual)
 
-    def _expand(
-        self, growths: list[_Growth], frontiers: list[list[int]], hidden: Tensor
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Add the best children of every frontier; `hidden` has one row per frontier node, in order.
+    def _expand(self, growths: list[TreeGrowth], hidden: Tensor) -> list[int]:
+        """Give every frontier its children; `hidden` has one row per frontier node, in order.
 
         Returns:
-            The next frontier of each growth (new node ids), and each one's parent row in `hidden`.
+            The row in `hidden` of the parent of each node of the new frontiers, in order.
         """
-        width = max(growth.request.top_k for growth in growths)
-        log_probs = torch.log_softmax(self._output(self._head.normed(hidden)), dim=-1)
-        best = log_probs.topk(width, dim=-1)
-        values, indices = best.values.tolist(), best.indices.tolist()
-        next_frontiers: list[list[int]] = []
-        rows: list[list[int]] = []
-        row = 0
-        for growth, frontier in zip(growths, frontiers, strict=True):
-            top_k = growth.request.top_k
-            candidates = []
-            for node in frontier:
-                for value, index in zip(values[row][:top_k], indices[row][:top_k], strict=True):
-                    candidates.append((growth.scores[node] + value, -node, index, row))
-                row += 1
-            candidates.sort(key=lambda entry: (-entry[0], -entry[1], entry[2]))
-            added, parent_rows = [], []
-            for rank, (score, negative_node, index, parent_row) in enumerate(candidates):
-                growth.tokens.append(self._vocab_ids[index])
-                growth.parents.append(-negative_node)
-                growth.scores.append(score)
-                if rank < top_k:
-                    added.append(len(growth.tokens) - 1)
-                    parent_rows.append(parent_row)
-            next_frontiers.append(added)
-            rows.append(parent_rows)
-        return next_frontiers, rows
+        logits = self._output(self._head.normed(hidden))
+        rows: list[int] = []
+        first = 0
+        for growth in growths:
+            if count := len(growth.frontier):
+                rows += [first + row for row in growth.expand(logits[first : first + count])]
+                first += count
+        return rows
 
-    def _grow_rows(
-        self, growths: list[_Growth], frontiers: list[list[int]], hidden: Tensor, rows: list[list[int]]
-    ) -> Tensor:
-        """Run the layer on every frontier node from its parent's fed-back feature."""
+    def _grow_rows(self, growths: list[TreeGrowth], scratches: list[_Scratch], parents: Tensor) -> Tensor:
+        """Run the layer on every frontier node, from its parent's output `[frontier nodes, hidden]`."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        parent_rows: list[int] = []
         attention: list[SequenceAttention] = []
-        for growth, frontier, parents in zip(growths, frontiers, rows, strict=True):
+        for growth, scratch in zip(growths, scratches, strict=True):
+            frontier = growth.frontier
             if not frontier:
                 continue
             seq = growth.request.seq
             context = seq.num_computed
-            first = len(growth.scratch)
+            first = len(scratch.row_of)
             for offset, node in enumerate(frontier):
-                growth.scratch[node] = first + offset
-            num_new = len(growth.scratch)
+                scratch.row_of[node] = first + offset
+            num_new = len(scratch.row_of)
             mask = torch.zeros(len(frontier), num_new, dtype=torch.bool)
             depth = 0
             for offset, node in enumerate(frontier):
-                visible = growth.ancestors(node)
+                visible = scratch.visible(growth, node)
                 mask[offset, visible] = True
                 depth = len(visible)
-            growth.scratch_depths += [depth] * len(frontier)
+            scratch.depths += [depth] * len(frontier)
             # a node at depth d is the token at context + d, so its row is context + d - 1
             query_positions = [context + depth - 1] * len(frontier)
             attention.append(
@@ -269,27 +238,13 @@ class Eagle3Drafter:
                     slots=block_slots(seq.block_table, self._target.block_size, context + num_new),
                     mask=None if bool(mask.all()) else mask,
                     query_positions=query_positions,
-                    new_positions=[context + row_depth - 1 for row_depth in growth.scratch_depths],
+                    new_positions=[context + row_depth - 1 for row_depth in scratch.depths],
                 )
             )
             tokens += [growth.tokens[node] for node in frontier]
             positions += query_positions
             slots += self._cache.slots(seq.block_table, context + first, context + num_new)
-            parent_rows += parents
-        features = self._head.feedback(hidden[torch.tensor(parent_rows)])
-        return self._layer(features, tokens, positions, slots, attention)
-
-
-def _prune(growth: _Growth) -> DraftTree:
-    """Keep the `max_nodes` most probable nodes; a parent is never less probable than its child."""
-    order = sorted(range(1, len(growth.tokens)), key=lambda node: (-growth.scores[node], node))
-    kept = [0, *sorted(order[: growth.request.max_nodes])]
-    where = {node: index for index, node in enumerate(kept)}
-    return DraftTree(
-        token_ids=[growth.tokens[node] for node in kept],
-        parents=[-1, *(where[growth.parents[node]] for node in kept[1:])],
-        log_probs=[growth.scores[node] for node in kept],
-    )
+        return self._layer(self._head.feedback(parents), tokens, positions, slots, attention)
 
 
 def _pack_linears(module: nn.Module, *, packed: bool) -> None:

@@ -27,9 +27,14 @@ class NgramDrafter:
 
     name = "ngram"
     boundaries: tuple[int, ...] = ()
+    # what followed before is no law
+    can_sample = False
 
     def __init__(self) -> None:
         self._indices: dict[int, _Index] = {}
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return True
 
     def relative_cost(self, spec: SpecConfig) -> float:
         # a dictionary look-up per step; below what a step's timing resolves

@@ -1,7 +1,9 @@
 """Two drafters in one tree: lookup where it has a match, the head beside and behind it.
 
 The lookup's chain has priority in the node budget (a match is nearly free and, where it holds, holds
-for many tokens); the head's tree fills the rest. Paths both propose are one path.
+for many tokens); the head's tree fills the rest. Paths both propose are one path. Where only the head has
+children they may be drawn ones, with their law; where both have, they count as deterministic
+(`merge_trees`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ class StackedDrafter:
         self.lookup, self.head = lookup, head
         self.name = f"{lookup.name}+{head.name}"
         self.boundaries = head.boundaries
+        self.can_sample = head.can_sample
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return False  # the lookup's path beside the head's
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return self.lookup.relative_cost(spec) + self.head.relative_cost(spec)

@@ -1,9 +1,8 @@
 """The verify-and-commit half of a step: what each sequence's tree commits, and writing it down.
 
-Greedy requests take the target's choice at each node; sampled ones draw it with a number that depends on
-seed and position alone (coupled verification). Both follow drafted children while they are that token, so
-the text is that of plain decoding. A request whose parameters change the logits gets each node's row
-processed with that node's own path as history; the others share one argmax over all rows of the step.
+Each request's own rule decides (`specdec.rule_choice`). A request whose parameters change the logits has each
+node's row processed with that node's own path as history, when the rule asks for it; greedy requests without
+such parameters share one argmax over all rows of the step.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from specdec.sampling import TARGET_FAULT, LazyChoices, LazyProbs, LogitRows, gr
 from specdec.scheduler import ScheduledSequence
 from specdec.sequence import Sequence
 from specdec.tree import DraftTree, chain_tree
-from specdec.verification.coupled import verify_coupled
-from specdec.verification.greedy import verify_greedy
+from specdec.verification.greedy import GREEDY, verify_greedy
 from specdec.verification.result import VerifyResult
 
 
@@ -62,16 +60,14 @@ def _verify(
 
 
 def _walk(seq: Sequence, tree: DraftTree, argmax: list[int], bad: list[bool], logits: Tensor) -> VerifyResult:
-    if seq.params.greedy and seq.processor is None:
-        result = verify_greedy(tree, argmax)
+    rows: LogitRows = logits
+    if seq.processor is not None:
+        rows = NodeLogits(logits, tree, seq.token_ids, seq.processor)
+    if seq.rule.rule is GREEDY:
+        choices = argmax if seq.processor is None else LazyChoices(rows, tree.num_nodes)
+        result = verify_greedy(tree, choices)
     else:
-        rows: LogitRows = logits
-        if seq.processor is not None:
-            rows = NodeLogits(logits, tree, seq.token_ids, seq.processor)
-        if seq.params.greedy:
-            result = verify_greedy(tree, LazyChoices(rows, tree.num_nodes))
-        else:
-            result = verify_coupled(tree, LazyProbs(rows, seq.params), seq.stream, len(seq.token_ids) - 1)
+        result = seq.rule.verify(tree, LazyProbs(rows, seq.params), seq.stream, len(seq.token_ids) - 1)
     if any(bad[node] for node in (0, *result.accepted_nodes)):
         raise BadLogitsError(TARGET_FAULT)
     return result

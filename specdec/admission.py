@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from specdec.config import EngineConfig, ModelConfig
+from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.detokenize import IncrementalDetokenizer
 from specdec.drafter import Drafter
 from specdec.errors import SpecdecError
@@ -16,7 +16,9 @@ from specdec.grammar import GrammarCompiler
 from specdec.processors import RequestProcessor
 from specdec.random_streams import RandomStream
 from specdec.requests import Prompt, PromptEncoder
-from specdec.sequence import SamplingParams, Sequence, check_prompt
+from specdec.rule_choice import choose_rule, depends_on_drafts
+from specdec.sampling_params import SamplingParams
+from specdec.sequence import Sequence, check_prompt
 from specdec.speculation import SpeculationController
 
 # tokens of the prompt that the detokenizer sees, so that an answer's first token is decoded in context
@@ -47,6 +49,9 @@ class Admission:
             raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
         self._check_ids(params)
         spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
+        rule = choose_rule(params, spec, self.drafter, allow_lossy=self.config.allow_lossy)
+        needs_whole_trees = spec is not None and depends_on_drafts(rule)
+        behind = self._rows_behind(spec) if spec and needs_whole_trees else 0
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= set(self.model_config.eos_token_ids)
@@ -59,13 +64,15 @@ class Admission:
             params=params,
             spec=spec,
             stream=RandomStream(seed),
-            max_len=self._max_len(len(token_ids), params.max_tokens),
+            max_len=self._max_len(len(token_ids), params.max_tokens, behind),
             stop_ids=frozenset(stop_ids),
             detokenizer=IncrementalDetokenizer(
                 self.encoder.tokenizer, token_ids[-PROMPT_TAIL:], params.stop, params.min_tokens
             ),
             controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
             processor=self._processor(params, len(token_ids), frozenset(stop_ids)),
+            rule=rule,
+            needs_whole_trees=needs_whole_trees,
         )
 
     def _processor(
@@ -96,16 +103,23 @@ class Admission:
                     f"{name} ({max(ids)}) must hold token ids in 0..{self.model_config.vocab_size - 1}"
                 )
 
-    def _max_len(self, prompt_len: int, max_tokens: int | None) -> int:
-        """Length at which the request ends; the pool must be able to hold it alone."""
+    def _rows_behind(self, spec: SpecConfig) -> int:
+        """Rows behind the text that a step with a whole tree uses."""
+        assert self.drafter is not None, "only a drafter makes trees"
+        return max(spec.max_nodes, self.drafter.scratch_rows(spec))
+
+    def _max_len(self, prompt_len: int, max_tokens: int | None, behind: int) -> int:
+        """Length at which the request ends; the pool must hold it alone, and `behind` rows more."""
+        room = self.pool_rows - behind
         if max_tokens is None:
-            longest = min(self.max_model_len, self.pool_rows)
+            longest = min(self.max_model_len, room)
         else:
             longest = min(self.max_model_len, prompt_len + max_tokens)
-        if longest > self.pool_rows or prompt_len >= self.pool_rows:
+        if longest > room or prompt_len >= room:
+            tree = f" and trees of {behind} rows" if behind else ""
             raise SpecdecError(
-                f"a prompt of {prompt_len} tokens with max_tokens ({max_tokens}) does not fit the KV pool of "
-                f"{self.pool_rows} tokens; raise kv_tokens or lower max_tokens"
+                f"a prompt of {prompt_len} tokens with max_tokens ({max_tokens}){tree} does not fit the KV "
+                f"pool of {self.pool_rows} tokens; raise kv_tokens or lower max_tokens"
             )
         return longest
 

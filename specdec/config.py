@@ -206,7 +206,9 @@ class EngineConfig:
 
     `kv_tokens` is the capacity of the KV pool in tokens (rounded up to blocks); None sizes it for
     `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is
-    the budget of one step and counts tree nodes as well as prompt tokens.
+    the budget of one step and counts tree nodes as well as prompt tokens; a tree that a request's rule needs
+    whole goes over it if it is the first of its step. `allow_lossy` lets requests name rules that change the
+    text's law.
     """
 
     block_size: int = 16
@@ -218,6 +220,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "float32"
     packed_weights: bool = True
+    allow_lossy: bool = False
     spec: SpecConfig = field(default_factory=SpecConfig)
 
     def __post_init__(self) -> None:

@@ -3,12 +3,14 @@
 A drafter that reads taps names the boundaries it wants; the engine keeps the tapped states of
 committed rows with each sequence (`pending_states`) until the drafter takes them. Draft KV lives in
 the same blocks as the target's: row k of a drafter's cache is row k of the sequence's block table.
+
+A request also says how the children of a node come about, because a rule's law may depend on it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +19,28 @@ from specdec.config import ModelConfig, SpecConfig
 from specdec.sequence import Sequence
 from specdec.tree import DraftTree
 
+# how the children of a node come about, at most `top_k` of them:
+#   deterministic: the most probable tokens;
+#   without_replacement: drawn one by one, each without those before it, in draw order (one child: a draw);
+#   iid: drawn one by one, independently, duplicates kept;
+#   coupled: first arrivals of the race that the target's own draw will run, with the draft's law for rates.
+# the middle two are laws: the tree carries q, and its shape never depends on the tokens that came out
+DraftMode = Literal["deterministic", "without_replacement", "iid", "coupled"]
+
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One sequence that asks for a tree of at most `max_nodes` drafted nodes, `max_depth` deep."""
+    """One sequence that asks for a tree of at most `max_nodes` drafted nodes, `max_depth` deep.
+
+    Random numbers and the temperature and filters of q are the sequence's own. A drafter that cannot sample
+    takes every mode for "deterministic"; trees of such children are right under every exact rule.
+    """
 
     seq: Sequence
     max_nodes: int
     max_depth: int
     top_k: int
+    mode: DraftMode = "deterministic"
 
 
 @dataclass(frozen=True)
@@ -46,10 +61,19 @@ class TargetView:
 
 
 class Drafter(Protocol):
-    """Proposes trees. `boundaries` are the taps it reads, ascending, () for none."""
+    """Proposes trees.
+
+    `boundaries` are the taps it reads, ascending, () for none. `can_sample` says whether it has a law to draw
+    children from.
+    """
 
     name: str
     boundaries: tuple[int, ...]
+    can_sample: bool
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        """Whether every tree it proposes under these settings is a chain."""
+        ...
 
     def relative_cost(self, spec: SpecConfig) -> float:
         """Cost of one proposal in units of one plain decoding step (used by the adaptive policy)."""

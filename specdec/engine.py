@@ -1,10 +1,9 @@
 """The serving loop: schedule, propose, run, verify, commit.
 
-`Engine` owns the target, the KV pool, the scheduler and one drafter. Acceptance is exact for every
-drafter here: at each node the target's own choice is taken (the argmax, or a draw whose random
-number depends only on seed and position) and a drafted child is accepted when it is that token.
-Sampled text is therefore a function of seed and target alone, whatever was drafted, batched,
-preempted or chunked (fp32).
+`Engine` owns the target, the KV pool, the scheduler and one drafter. Each request is verified by its own rule
+(`specdec.rule_choice`); the rules it takes by itself are exact. Greedy and coupled text is a function of seed
+and target alone, whatever was drafted; under the other rules it also depends on the drafter, and never on
+batching, chunking or preemption (fp32).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.provenance import folder_fingerprint
 from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, logprobs_of, result_of
+from specdec.rule_choice import draft_mode
 from specdec.runner import ModelRunner, StepOutput
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
@@ -268,7 +268,13 @@ class Engine:
                 continue
             depth = min(spec.max_depth, share.seq.remaining_tokens() - 1)
             requests.append(
-                DraftRequest(seq=share.seq, max_nodes=share.max_nodes, max_depth=depth, top_k=spec.top_k)
+                DraftRequest(
+                    seq=share.seq,
+                    max_nodes=share.max_nodes,
+                    max_depth=depth,
+                    top_k=spec.top_k,
+                    mode=draft_mode(share.seq.rule),
+                )
             )
             where.append(index)
         if requests:

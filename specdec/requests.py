@@ -23,7 +23,8 @@ Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
 class GenerationResult:
     """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why).
 
-    `logprobs` has one entry per output token, None when they were not asked for.
+    `logprobs` has one entry per output token, None when they were not asked for. `rule` is the rule
+    that verified its drafts, with its knobs; `lossless` whether the text has the target's law.
     """
 
     token_ids: list[int]
@@ -32,6 +33,8 @@ class GenerationResult:
     prompt_token_ids: list[int]
     seed: int
     stats: SpecStats
+    rule: str
+    lossless: bool
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
 
@@ -106,6 +109,8 @@ def result_of(seq: Sequence) -> GenerationResult:
         seed=seq.stream.seed,
         stats=seq.stats,
         logprobs=logprobs_of(seq, 0),
+        rule=seq.rule.label,
+        lossless=seq.rule.rule.kind == "lossless",
         error=seq.error,
     )
 

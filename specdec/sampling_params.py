@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,9 @@ class SamplingParams:
     `frequency_penalty` and `presence_penalty` (over the output alone). Then temperature, top_k, top_p, min_p,
     typical_p. All of it holds at every drafted place with that place's own text as history.
 
+    `rule` names how drafts are verified, with `rule_knobs` (see `specdec.verification`); None takes the exact
+    rule that accepts most where the request is. A lossy rule also needs the engine's `allow_lossy`.
+
     `logprobs` n adds to each output token its log-probability and the n best ones, from the target's logits
     before any of the above.
 
@@ -129,6 +132,8 @@ class SamplingParams:
     seed: int | None = None
     speculate: bool = True
     spec: SpecConfig | None = None
+    rule: str | None = None
+    rule_knobs: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_float("temperature", self.temperature, 0.0, 100.0)
@@ -160,6 +165,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             _check_ids("allowed_token_ids", self.allowed_token_ids, empty=False)
+        object.__setattr__(self, "rule_knobs", dict(self.rule_knobs))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         _check_ids("logit_bias", self.logit_bias)
         for bias in self.logit_bias.values():

@@ -53,6 +53,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.num_preemptions = 0
+        # sequences that a full step left out; they come first in the next one
+        self._left_out: set[int] = set()
 
     @property
     def has_work(self) -> bool:
@@ -70,9 +72,16 @@ class Scheduler:
         budget = self.config.max_batch_tokens
         plan: list[ScheduledSequence] = []
         decoding = [seq for seq in self.running if not seq.is_prefilling]
+        decoding.sort(key=lambda seq: seq.seq_id not in self._left_out)
+        self._left_out.clear()
         room = max(0, budget // len(decoding) - 1) if decoding else 0
-        for seq in decoding[:budget]:
-            if seq.status is SequenceStatus.RUNNING and (share := self._decode_share(seq, room)):
+        for seq in decoding:
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            nodes = self._wanted_nodes(seq, min(room, budget - 1))
+            if budget <= 0 or (plan and seq.needs_whole_trees and 1 + nodes > budget):
+                self._left_out.add(seq.seq_id)
+            elif share := self._decode_share(seq, nodes):
                 plan.append(share)
                 budget -= 1 + share.max_nodes
         for seq in [seq for seq in self.running if seq.is_prefilling]:
@@ -90,8 +99,11 @@ class Scheduler:
             and not self.preempted
         ):
             seq = self.waiting[0]
-            # the whole prompt and one more row must fit now, so that an admitted prompt can finish
-            if not self.blocks.can_extend(seq.block_table, len(seq.token_ids) + 1):
+            # the whole prompt and what is next must fit now, so that an admitted prompt can finish
+            tree = seq.spec.max_nodes if seq.spec is not None and seq.needs_whole_trees else 0
+            if not self.blocks.can_extend(
+                seq.block_table, max(len(seq.token_ids) + 1, self._rows(seq, tree))
+            ):
                 break
             self.waiting.popleft()
             self._admit(seq)
@@ -112,22 +124,30 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
 
-    def _decode_share(self, seq: Sequence, room: int) -> ScheduledSequence | None:
+    def _wanted_nodes(self, seq: Sequence, room: int) -> int:
         # a draft deeper than the tokens still wanted, or past the context, is work thrown away
-        wanted = 0
-        if seq.spec is not None and seq.remaining_tokens() > 1:
-            wanted = min(seq.controller.max_nodes(seq.spec), room)
-        rows = len(seq.token_ids)
-        if wanted and seq.spec is not None:
-            rows += max(wanted, self.scratch_rows(seq.spec))
-        if wanted and not self.blocks.can_extend(seq.block_table, rows):
+        if seq.spec is None or seq.remaining_tokens() <= 1:
+            return 0
+        wanted = seq.controller.max_nodes(seq.spec)
+        return wanted if seq.needs_whole_trees else min(wanted, room)
+
+    def _rows(self, seq: Sequence, nodes: int) -> int:
+        """Rows that a step with a tree of so many nodes uses, those of the text included."""
+        behind = max(nodes, self.scratch_rows(seq.spec)) if nodes and seq.spec is not None else 0
+        return len(seq.token_ids) + behind
+
+    def _decode_share(self, seq: Sequence, wanted: int) -> ScheduledSequence | None:
+        rows = self._rows(seq, wanted)
+        if wanted and not seq.needs_whole_trees and not self.blocks.can_extend(seq.block_table, rows):
             wanted, rows = 0, len(seq.token_ids)
         if not self._make_room(seq, rows):
             return None
         return ScheduledSequence(seq, 1, wanted)
 
     def _prefill_share(self, seq: Sequence, budget: int) -> ScheduledSequence | None:
-        count = min(len(seq.token_ids) - seq.num_computed, budget)
+        # a sequence that was preempted drafts from its last token, as it would have done
+        last = len(seq.token_ids) - (seq.num_output > 0)
+        count = min(last - seq.num_computed, budget)
         if not self._make_room(seq, seq.num_computed + count):
             return None
         return ScheduledSequence(seq, count, 0)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec.logprobs import TokenLogprobs
     from specdec.processors import RequestProcessor
     from specdec.speculation import SpeculationController
+    from specdec.verification.rules import BoundRule
 
 
 class SequenceStatus(enum.Enum):
@@ -39,9 +40,9 @@ class Sequence:
     """Decoding state of one request.
 
     Invariant while decoding: `num_computed == len(token_ids) - 1`; the last committed token is the
-    root of the next tree, and its KV row does not exist yet. `processor` is None when nothing but temperature
-    and filters changes the target's logits; `logprobs` has an entry per output token when they were asked
-    for.
+    root of the next tree, and its KV row does not exist yet. `rule` verifies its drafts; `needs_whole_trees`
+    when its text depends on what was drafted. `processor` is None when nothing but temperature and filters
+    changes the target's logits; `logprobs` has an entry per output token when they were asked for.
     """
 
     seq_id: int
@@ -54,7 +55,9 @@ class Sequence:
     stop_ids: frozenset[int]
     detokenizer: IncrementalDetokenizer
     controller: SpeculationController
+    rule: BoundRule
     processor: RequestProcessor | None = None
+    needs_whole_trees: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0

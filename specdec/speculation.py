@@ -47,15 +47,16 @@ class SpeculationController:
     idle: int = 0
 
     def max_nodes(self, spec: SpecConfig) -> int:
+        """Nodes for the next step; asking changes nothing, since a step may be planned and not run."""
         if not self.adaptive or self.steps < WARM_UP_STEPS or self.committed >= self.cost:
             return spec.max_nodes
-        self.idle += 1
         # once due, a probe stays due until a step has really drafted (a lookup may find nothing)
-        return spec.max_nodes if self.idle >= PROBE_EVERY else 0
+        return spec.max_nodes if self.idle + 1 >= PROBE_EVERY else 0
 
     def record(self, drafted: int, committed: int) -> None:
-        """Record a step: `drafted` nodes verified, `committed` tokens gained. Plain steps do not count."""
+        """Record a step: `drafted` nodes verified, `committed` tokens gained. Plain ones bring a probe near."""
         if drafted == 0:
+            self.idle += 1
             return
         self.steps += 1
         self.idle = 0

@@ -160,6 +160,8 @@ def merge_trees(first: DraftTree, second: DraftTree, max_nodes: int) -> DraftTre
 
     Paths that both propose are kept once. `first` has priority: its nodes come first and in its order, then
     those of `second` that are new, each tree cut at the budget, so a kept node's ancestors are always kept.
+    Equal siblings of one tree (independent draws) stay apart, except that one of them alone can be a node of
+    the other tree.
 
     The draft law of a node survives where only one of the trees, before any cut, has children at that path.
     Where both have, the children verify as deterministic ones, which is exact however they were drawn. The
@@ -173,28 +175,33 @@ def merge_trees(first: DraftTree, second: DraftTree, max_nodes: int) -> DraftTre
     """
     assert max_nodes >= 1, f"a tree has at least its root, max_nodes is {max_nodes}"
     assert first.token_ids[0] == second.token_ids[0], "the two trees continue different tokens"
-    token_ids, parents = [first.token_ids[0]], [-1]
-    node_of: dict[tuple[int, int], int] = {}
+    count = min(first.num_nodes, max_nodes)
+    token_ids, parents = first.token_ids[:count], first.parents[:count]
     # merged index -> node of `first`, of `second`
-    sources: list[list[int]] = [[0, 0]]
-    for which, tree in enumerate((first, second)):
-        merged_of = {0: 0}
-        for node in range(1, tree.num_nodes):
-            parent = merged_of.get(tree.parents[node])
-            if parent is None:
+    sources: list[list[int]] = [[node, -1] for node in range(count)]
+    sources[0][1] = 0
+    first_node: dict[tuple[int, int], int] = {}
+    for node in range(1, count):
+        first_node.setdefault((parents[node], token_ids[node]), node)
+    merged_of = {0: 0}
+    for node in range(1, second.num_nodes):
+        parent = merged_of.get(second.parents[node])
+        if parent is None:
+            continue
+        merged = first_node.get((parent, second.token_ids[node]))
+        if merged is None:
+            if len(token_ids) >= max_nodes:
                 continue
-            key = (parent, tree.token_ids[node])
-            merged = node_of.get(key)
-            if merged is None:
-                if len(token_ids) >= max_nodes:
-                    continue
-                merged = node_of[key] = len(token_ids)
-                token_ids.append(key[1])
-                parents.append(parent)
-                sources.append([-1, -1])
-            merged_of[node] = merged
-            if sources[merged][which] < 0:
-                sources[merged][which] = node
+            merged = len(token_ids)
+            token_ids.append(second.token_ids[node])
+            parents.append(parent)
+            sources.append([-1, node])
+        elif sources[merged][1] >= 0:
+            # a second copy of a draw whose first copy is the other tree's node already
+            continue
+        else:
+            sources[merged][1] = node
+        merged_of[node] = merged
     return DraftTree(
         token_ids=token_ids,
         parents=parents,
@@ -215,7 +222,8 @@ def _merge_draft_probs(first: DraftTree, second: DraftTree, sources: list[list[i
     laws = [tree.draft_probs for tree in (first, second) if tree.draft_probs is not None]
     if not laws:
         return None
-    merged = laws[0].new_zeros(len(sources), laws[0].shape[1])
+    # untouched rows of numpy's zeros take no memory
+    merged = torch.from_numpy(np.zeros((len(sources), laws[0].shape[1]))).to(laws[0])
     for row, (one, two) in enumerate(sources):
         first_has = one >= 0 and bool(first.children[one])
         second_has = two >= 0 and bool(second.children[two])

@@ -30,16 +30,16 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"attention", "blocks", "constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
-        | {"stats", "tree"}
+        | {"divergence", "exact_law", "stats", "tree", "verification"}
     ),
-    frozenset({"divergence", "drafter", "exact_law", "fetch", "kernels", "requests"}),
-    frozenset({"admission", "hub", "models", "paged_kv", "verification"}),
+    frozenset({"drafter", "fetch", "kernels", "requests"}),
+    frozenset({"admission", "hub", "models", "paged_kv", "rule_choice"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),
     frozenset({"acceptance", "engine"}),
 )
 # pairs of one tier that only annotations need, imported under TYPE_CHECKING: no circle at run time
-TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "speculation"}}
+TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "speculation", "verification"}}
 
 
 @cache

@@ -177,7 +177,8 @@ class Spy:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.name, self.boundaries = inner.name, inner.boundaries
+        self.name, self.boundaries, self.can_sample = inner.name, inner.boundaries, inner.can_sample
+        self.makes_chains = inner.makes_chains
         self.relative_cost, self.scratch_rows, self.release = (
             inner.relative_cost,
             inner.scratch_rows,

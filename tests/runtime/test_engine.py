@@ -50,6 +50,7 @@ class Script:
 
     name = "script"
     boundaries: tuple[int, ...] = ()
+    can_sample = False
 
     def __init__(
         self,
@@ -60,6 +61,9 @@ class Script:
     ) -> None:
         self.continuations, self.depth, self.pattern, self.branches = continuations, depth, pattern, branches
         self.calls = 0
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return False
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return 0.0

@@ -37,9 +37,13 @@ class Told:
 
     name = "told"
     boundaries: tuple[int, ...] = ()
+    can_sample = False
 
     def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
         self.known = known
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return False
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return 0.0

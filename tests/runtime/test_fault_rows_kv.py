@@ -35,9 +35,13 @@ class Planned:
 
     name = "planned"
     boundaries: tuple[int, ...] = ()
+    can_sample = False
 
     def __init__(self, known: dict[tuple[int, ...], list[int]], plan: Plan) -> None:
         self.known, self.plan, self.trees = known, plan, 0
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return False
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return 0.0

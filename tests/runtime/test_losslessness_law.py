@@ -48,9 +48,13 @@ class FixedDrafter:
 
     name = "fixed"
     boundaries: tuple[int, ...] = ()
+    can_sample = False
 
     def __init__(self, paths: list[list[int]]) -> None:
         self._paths = paths
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return False
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return 0.0
