@@ -54,7 +54,7 @@ class SpeculationController:
         return spec.max_nodes if self.idle + 1 >= PROBE_EVERY else 0
 
     def record(self, drafted: int, committed: int) -> None:
-        """Record a step: `drafted` nodes verified, `committed` tokens gained. Plain ones bring a probe near."""
+        """Record a step: `drafted` nodes verified, `committed` tokens gained. Plain ones make a probe due."""
         if drafted == 0:
             self.idle += 1
             return
