@@ -50,17 +50,24 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Report each token's log-probability and this many best ones.")
     ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="Verify drafts by this rule [default: the exact one that suits].")
+    ] = None,
+    knob: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the rule; may be repeated.")] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Allow a --rule that changes the text's law.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of sampled text [default: a fresh one].")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of --prompts.")] = None,
 ) -> None:
-    """Write text with a target and a draft; the text is the target's own.
+    """Write text with a target and a draft; the text is the target's own unless a lossy rule is named.
 
     Example: specdec generate smollm2-135m --draft smollm2-135m --prompt "Why is the sky blue?"
     """
     from specdec.cli.generation import GenerationPlan, answer_file, answer_one, chat
-    from specdec.cli.sampling_options import parse_logit_bias, read_grammar
+    from specdec.cli.sampling_options import parse_knobs, parse_logit_bias, read_grammar
     from specdec.cli.shapes import parse_shape
     from specdec.sampling_params import SamplingParams
 
@@ -88,11 +95,14 @@ def generate(
             min_tokens=min_tokens,
             grammar=read_grammar(json_schema, regex, ebnf),
             logprobs=logprobs,
+            rule=rule,
+            rule_knobs=parse_knobs(knob or ()),
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
         ),
         raw=raw,
+        lossy=lossy,
         batch_size=batch_size,
     )
     if prompts is not None:

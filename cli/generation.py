@@ -30,10 +30,11 @@ class GenerationPlan:
     spec: SpecConfig
     params: SamplingParams
     raw: bool
+    lossy: bool
     batch_size: int
 
     def engine(self, max_num_seqs: int) -> Engine:
-        config = EngineConfig(max_num_seqs=max_num_seqs, spec=self.spec)
+        config = EngineConfig(max_num_seqs=max_num_seqs, spec=self.spec, allow_lossy=self.lossy)
         return Engine(self.target, draft=self.draft, config=config)
 
     def as_prompt(self, text: str) -> Prompt:
@@ -144,12 +145,18 @@ def _counts(result: GenerationResult) -> dict[str, Any]:
         "prompt_tokens": len(result.prompt_token_ids),
         "completion_tokens": len(result.token_ids),
         "seed": result.seed,
+        "rule": result.rule,
         "verify_steps": stats.verify_steps,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "committed": stats.committed,
         "acceptance_length": stats.acceptance_length,
     }
+
+
+def _verification(results: list[GenerationResult]) -> str:
+    """`exact`, or the lossy rules of a run by name and knobs."""
+    return ", ".join(sorted({result.rule for result in results if not result.lossless})) or "exact"
 
 
 def _logprobs(result: GenerationResult) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def _summary(results: list[GenerationResult], seconds: float, plan: GenerationPl
         "completion_tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
-        "verification": "exact",
+        "verification": _verification(results),
         **{key: total.to_dict()[key] for key in ("verify_steps", "drafted", "accepted", "committed")},
         "acceptance_length": total.acceptance_length,
     }

@@ -32,6 +32,26 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
     return bias
 
 
+def parse_knobs(pairs: Sequence[str]) -> dict[str, float | str]:
+    """Knobs of repeated `--knob NAME=VALUE`; a value that is no number stays a word.
+
+    Raises:
+        UsageError: not of that form, or a name twice.
+    """
+    knobs: dict[str, float | str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals or not value:
+            raise UsageError(f"--knob ({pair}) must be NAME=VALUE")
+        if name in knobs:
+            raise UsageError(f"--knob ({pair}) is given twice for {name}")
+        try:
+            knobs[name] = float(value)
+        except ValueError:
+            knobs[name] = value
+    return knobs
+
+
 def read_grammar(json_schema: Path | None, regex: str | None, ebnf: Path | None) -> GrammarSpec | None:
     """The grammar of `--json-schema FILE`, `--regex PATTERN` or `--ebnf FILE`; None without any.
 

@@ -11,8 +11,9 @@ from specdec.cli.main import app
 OPTIONS: dict[str, str] = {
     "pull": "target --name --source --cache-dir",
     "select-layers": (
-        "target --num-layers --data --tokens --lambda --estimator --min-gap --allowed --out --picture "
-        "--dtype --device --seed"
+        "target --num-layers --data --tokens --objective --estimator --estimators --lambda --search --theta "
+        "--min-gap --allowed --force --forbid --engine --probe --resamples --out --picture --print-pictures "
+        "--resume --dtype --device --device-map --seed"
     ),
     "regenerate": (
         "prompts --target --out --max-tokens --max-prompt-tokens --total-tokens --limit --temperature "
@@ -33,8 +34,8 @@ OPTIONS: dict[str, str] = {
     "generate": (
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
-        "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --verification "
-        "--knob --seed --stop --batch-size --limit"
+        "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --rule --knob "
+        "--lossy --seed --stop --batch-size --limit"
     ),
     "bench": (
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
