@@ -8,49 +8,17 @@ depth or over rows, both static, and every step is one tensor operation for the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch
+from specdec.verification.batch_laws import draw, normalised, one_hot_like, rows_at, token_probs
 
-
-def rows_at(laws: Tensor, nodes: Tensor) -> Tensor:
-    """Law of one node of each sequence, float64 `[batch, vocab]`, summing to 1 (or 0 for an empty row)."""
-    index = nodes.view(-1, 1, 1).expand(-1, 1, laws.shape[2])
-    return normalised(laws.gather(1, index).squeeze(1).double())
-
-
-def normalised(laws: Tensor) -> Tensor:
-    """Divide rows by their sum; rows of zeros stay."""
-    mass = laws.sum(-1, keepdim=True)
-    return laws / torch.where(mass > 0.0, mass, 1.0)
-
-
-def draw(laws: Tensor, numbers: Tensor) -> Tensor:
-    """Draw from every row by the inverse CDF, as `specdec.sampling.sample` does.
-
-    A scan on a card may round so that an empty id has a step; ids of no mass are kept out by name.
-
-    Args:
-        laws: float64 `[batch, vocab]`, not necessarily normalised, each with mass.
-        numbers: float64 `[batch]` in [0, 1).
-    """
-    cdf = laws.cumsum(-1)
-    allowed = laws > 0.0
-    reached = (numbers.unsqueeze(1) < cdf / cdf[:, -1:]) & allowed
-    last_allowed = laws.shape[1] - 1 - allowed.flip(-1).byte().argmax(-1)
-    return torch.where(reached.any(-1), reached.byte().argmax(-1), last_allowed)
-
-
-def one_hot_like(laws: Tensor, tokens: Tensor) -> Tensor:
-    """Laws that are sure of one token each, in the shape of `laws` `[batch, vocab]`."""
-    return torch.zeros_like(laws).scatter_(1, tokens.unsqueeze(1), 1.0)
-
-
-def token_probs(laws: Tensor, tokens: Tensor) -> Tensor:
-    """Probability of one token in each row."""
-    return laws.gather(1, tokens.unsqueeze(1)).squeeze(1)
+# (node of each sequence, p after it `[batch, vocab]`, which rows are its children `[batch, nodes]`) -> rows
+# to take, the first of which counts, and what is left of p when there is none
+ChooseChildren = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def is_leaf(tree: TreeBatch, nodes: Tensor) -> Tensor:
@@ -111,6 +79,71 @@ def coupled_batch(tree: TreeBatch, target_probs: Tensor, exponentials: Tensor) -
     )
 
 
+def descend(
+    tree: TreeBatch, target_probs: Tensor, numbers: StepNumbers, choose: ChooseChildren
+) -> BatchResult:
+    """Go down level by level while a child is taken, then draw the next token from what is left of p."""
+    node = torch.zeros_like(tree.num_nodes)
+    depth = torch.zeros_like(node)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    path = []
+    p = rows_at(target_probs, node)
+    left = p
+    for _ in range(tree.max_depth):
+        children = tree.parents == node.unsqueeze(1)
+        takes, rest = choose(node, p, children)
+        takes = takes & children
+        stops = walking & ~takes.any(1)
+        walking = walking & takes.any(1)
+        child = takes.byte().argmax(1)
+        node = torch.where(walking, child, node)
+        depth = depth + walking
+        path.append(torch.where(walking, child, -1))
+        p = rows_at(target_probs, node)
+        left = torch.where(walking.unsqueeze(1), p, left)
+        left = torch.where((stops & children.any(1)).unsqueeze(1), rest, left)
+    return _finish(tree, path, node, depth, left, numbers)
+
+
+@dataclass(frozen=True)
+class SiblingMass:
+    """What p gives the children of one node of each sequence.
+
+    Attributes:
+        mass: `[batch, nodes]`, p of each child, 0 for second copies and for rows that are no child.
+        rest: `[batch, vocab]`, p without the children, not normalised.
+    """
+
+    mass: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, tree: TreeBatch, p: Tensor, children: Tensor) -> SiblingMass:
+        """Gather it; `children` is bool `[batch, nodes]`."""
+        copies = second_copies(tree)
+        # places of other rows point at a sibling's id, which is emptied anyway
+        first = children.byte().argmax(1, keepdim=True)
+        tokens = torch.where(children, tree.token_ids, tree.token_ids.gather(1, first))
+        return cls(
+            mass=torch.where(children & ~copies, p.gather(1, tree.token_ids), 0.0),
+            rest=p.scatter(1, tokens, 0.0),
+        )
+
+    def chances(self) -> Tensor:
+        """Chance of each child once those before it are refused, `[batch, nodes]`."""
+        # summed from the end, so that the last child with mass has exactly 1 where nothing else is left
+        left = self.mass.flip(1).cumsum(1).flip(1) + self.rest.sum(1, keepdim=True)
+        return self.mass / torch.where(left > 0.0, left, 1.0)
+
+
+def second_copies(tree: TreeBatch) -> Tensor:
+    """Rows that hold the token of a sibling before them, bool `[batch, nodes]`."""
+    same = (tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)) & (
+        tree.token_ids.unsqueeze(2) == tree.token_ids.unsqueeze(1)
+    )
+    return same.tril(-1).any(2)
+
+
 def target_only_batch(
     tree: TreeBatch,
     target_probs: Tensor,
@@ -128,45 +161,16 @@ def target_only_batch(
         threshold_single: in (0, 1]; below 1 the rule is lossy.
         threshold_acc: in (0, 1]; below 1 the rule is lossy.
     """
-    same = (tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)) & (
-        tree.token_ids.unsqueeze(2) == tree.token_ids.unsqueeze(1)
-    )
-    # a second copy of a sibling adds nothing
-    is_copy = same.tril(-1).any(2)
-    node = torch.zeros_like(tree.num_nodes)
-    depth = torch.zeros_like(node)
-    walking = torch.ones_like(node, dtype=torch.bool)
-    path = []
-    p = rows_at(target_probs, node)
-    # law of the next token where a level took none of its siblings
-    rest = p
-    for _ in range(tree.max_depth):
-        children = tree.parents == node.unsqueeze(1)
-        mass = torch.where(children & ~is_copy, p.gather(1, tree.token_ids), 0.0)
-        # ids of siblings, the others' places pointing at one that is a sibling anyway
-        siblings = torch.where(children, tree.token_ids, tree.token_ids.gather(1, _first(children)))
-        without = p.scatter(1, siblings, 0.0)
-        reached = mass.cumsum(1)
-        total = reached[:, -1] + without.sum(1)
+
+    def choose(node: Tensor, p: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
+        siblings = SiblingMass.of(tree, p, children)
+        reached = siblings.mass.cumsum(1)
+        total = reached[:, -1:] + siblings.rest.sum(1, keepdim=True)
         coin = numbers.accept.gather(1, node.unsqueeze(1))
-        passes = coin < reached / total.unsqueeze(1) / threshold_acc
-        passes |= mass / total.unsqueeze(1) >= threshold_single
-        takes = passes & children
-        walking_before = walking
-        walking = walking & takes.any(1)
-        child = takes.byte().argmax(1)
-        stopped = walking_before & ~walking & children.any(1)
-        rest = torch.where(stopped.unsqueeze(1), without, rest)
-        node = torch.where(walking, child, node)
-        depth = depth + walking
-        path.append(torch.where(walking, child, -1))
-        p = rows_at(target_probs, node)
-        rest = torch.where(walking.unsqueeze(1), p, rest)
-    return _finish(tree, path, node, depth, rest, numbers)
+        takes = (coin < reached / total / threshold_acc) | (siblings.mass / total >= threshold_single)
+        return takes, siblings.rest
 
-
-def _first(mask: Tensor) -> Tensor:
-    return mask.byte().argmax(1, keepdim=True)
+    return descend(tree, target_probs, numbers, choose)
 
 
 def deterministic_batch(tree: TreeBatch, target_probs: Tensor, numbers: StepNumbers) -> BatchResult:
@@ -177,7 +181,12 @@ def deterministic_batch(tree: TreeBatch, target_probs: Tensor, numbers: StepNumb
         target_probs: `[batch, nodes, vocab]`.
         numbers: of the step.
     """
-    return _sweep(tree, target_probs, None, numbers, remove_drawn=False)
+
+    def choose(_: Tensor, p: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
+        siblings = SiblingMass.of(tree, p, children)
+        return numbers.accept < siblings.chances(), siblings.rest
+
+    return descend(tree, target_probs, numbers, choose)
 
 
 def rejection_batch(
@@ -204,7 +213,7 @@ def multi_round_batch(
 def _sweep(
     tree: TreeBatch,
     target_probs: Tensor,
-    draft_probs: Tensor | None,
+    draft_probs: Tensor,
     numbers: StepNumbers,
     remove_drawn: bool,
 ) -> BatchResult:
@@ -213,7 +222,7 @@ def _sweep(
     depth = torch.zeros_like(node)
     path = tree.parents.new_full((len(node), tree.max_depth + 1), -1)
     p = rows_at(target_probs, node)
-    q = torch.zeros_like(p) if draft_probs is None else rows_at(draft_probs, node)
+    q = rows_at(draft_probs, node)
     has_law = q.any(1)
     for row in range(1, tree.token_ids.shape[1]):
         token = tree.token_ids[:, row]
@@ -237,9 +246,8 @@ def _sweep(
         depth = depth + accepts
         node = torch.where(accepts, row, node)
         p = torch.where(accepts.unsqueeze(1), rows_at(target_probs, node), p)
-        if draft_probs is not None:
-            q = torch.where(accepts.unsqueeze(1), rows_at(draft_probs, node), q)
-            has_law = torch.where(accepts, q.any(1), has_law)
+        q = torch.where(accepts.unsqueeze(1), rows_at(draft_probs, node), q)
+        has_law = torch.where(accepts, q.any(1), has_law)
     return _finish(tree, list(path[:, : tree.max_depth].unbind(1)), node, depth, p, numbers)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch
-from specdec.verification.batched import draw, is_leaf, normalised, one_hot_like, rows_at, token_probs
+from specdec.verification.batch_laws import draw, normalised, one_hot_like, rows_at, token_probs
+from specdec.verification.batched import is_leaf
 
 
 def _pass_probability(weight: Tensor, mass: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Coupled verification: the target's own draw at each position, followed while it was drafted (rule 2.11).
 
 The draw after position t is an exponential race: the id with the least E_t[id] / p[id], E_t a function of
-(seed, t, id) alone (Daliri, Musco, Suresh, arXiv 2408.07978). One number per id costs half as much again as
+(seed, t, id) alone (Daliri, Musco, Suresh, arXiv 2408.07978). One number per id costs more than
 one inverse-CDF draw, and buys that a drafter running the same race with q proposes the target's own token
 with probability >= (1 - TV) / (1 + TV); an inverse-CDF number shared with the drafter promises nothing.
 """

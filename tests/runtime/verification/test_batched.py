@@ -22,18 +22,19 @@ from specdec.verification.batch import (
     pad_probs,
     pad_trees,
 )
+from specdec.verification.batch_laws import draw
 from specdec.verification.batched import (
     coupled_batch,
     deterministic_batch,
-    draw,
     greedy_batch,
     multi_round_batch,
     rejection_batch,
     target_only_batch,
 )
 from specdec.verification.batched_joint import block_batch, traversal_batch
+from specdec.verification.batched_k_seq import k_seq_batch
 from specdec.verification.draws import draw_children
-from specdec.verification.registry import RULES, rule_named
+from specdec.verification.registry import EXACT_RULES, RULES, rule_named
 from specdec.verification.rules import DraftGuarantee
 from specdec.verification.target_only import verify_target_only
 
@@ -46,6 +47,7 @@ BATCHED: dict[str, Run] = {
     "target-only": lambda tree, p, q, races, numbers: target_only_batch(tree, p, numbers),
     "rejection": lambda tree, p, q, races, numbers: rejection_batch(tree, p, q, numbers),
     "multi-round": lambda tree, p, q, races, numbers: multi_round_batch(tree, p, q, numbers),
+    "k-seq": lambda tree, p, q, races, numbers: k_seq_batch(tree, p, q, numbers),
     "block": lambda tree, p, q, races, numbers: block_batch(tree, p, q, numbers),
     "traversal": lambda tree, p, q, races, numbers: traversal_batch(tree, p, q, numbers),
 }
@@ -134,6 +136,10 @@ def test_batched_rules_equal_the_rules_on_one_tree(rule: str, dtype: torch.dtype
             assert result == bound.verify(tree, p, stream, position)
             lengths.add(len(result.accepted_nodes))
     assert {0, 1} < lengths, "the batches must exercise rejections and long paths"
+
+
+def test_every_exact_rule_has_a_batched_twin() -> None:
+    assert set(BATCHED) == {rule.name for rule in EXACT_RULES}
 
 
 @pytest.mark.parametrize("thresholds", [(1.0, 0.6), (0.3, 1.0), (0.4, 0.7)])
