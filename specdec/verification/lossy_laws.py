@@ -112,11 +112,13 @@ class _Clip:
         order = np.argsort(ratio, kind="stable")
         self._ratio = ratio[order]
         p_sorted, q_sorted = p[inside][order], q[inside][order]
-        # sums over the ids before each place, 0 for none
-        self._p_before = np.concatenate([[0.0], np.cumsum(p_sorted)])
-        self._q_before = np.concatenate([[0.0], np.cumsum(q_sorted)])
         log_ratio = np.log(np.where(self._ratio > 0.0, self._ratio, 1.0))
-        self._kl_before = np.concatenate([[0.0], np.cumsum(q_sorted * log_ratio)])
+        # sums over the ids before each place; those from it on are summed apart, since there a huge ratio
+        # belongs to a tiny p that a difference would lose
+        self._p_before, self._p_from = _sums(p_sorted)
+        self._q_before, self._q_from = _sums(q_sorted)
+        self._kl_before, _ = _sums(q_sorted * log_ratio)
+        self._q_outside = float(q[~inside].sum())
         # what a floor at the ratio of each id adds
         self._added = self._ratio * self._p_before[1:] - self._q_before[1:]
         # beyond it the ceiling touches nothing
@@ -132,10 +134,10 @@ class _Clip:
     def divergence(self, ceiling: float) -> float:
         """KL of the law with this ceiling to p, in nats; it grows with the ceiling."""
         above = int(np.searchsorted(self._ratio, ceiling, side="right"))
-        cut = self._p_before[-1] - self._p_before[above]
-        floor, below = self._floor(1.0 - self._q_before[above] - ceiling * cut)
+        capped = ceiling * self._p_from[above]
+        floor, below = self._floor(self._q_outside + self._q_from[above] - capped)
         below = min(below, above)
-        kl = ceiling * np.log(ceiling) * cut + self._kl_before[above] - self._kl_before[below]
+        kl = np.log(ceiling) * capped + self._kl_before[above] - self._kl_before[below]
         return float(kl + (floor * np.log(floor) * self._p_before[below] if floor > 0.0 else 0.0))
 
     def _floor(self, mass: float) -> tuple[float, int]:
@@ -144,6 +146,13 @@ class _Clip:
         if below == 0:
             return 0.0, 0
         return min(1.0, float((mass + self._q_before[below]) / self._p_before[below])), below
+
+
+def _sums(values: Law) -> tuple[Law, Law]:
+    """Sums over the values before each place, and from each place on; one more of each than values."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    onward = np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
+    return before, onward
 
 
 def cactus_proposal(p: Law, token: int, delta: float) -> Law:
