@@ -128,6 +128,9 @@ class Scheduler:
         # a draft deeper than the tokens still wanted, or past the context, is work thrown away
         if seq.spec is None or seq.remaining_tokens() <= 1:
             return 0
+        # how a prompt was cut must not decide whether its last token drafts
+        if seq.needs_whole_trees and seq.num_output == 0:
+            return 0
         wanted = seq.controller.max_nodes(seq.spec)
         return wanted if seq.needs_whole_trees else min(wanted, room)
 
