@@ -42,6 +42,8 @@ KNOBS: dict[str, GivenKnobs] = {
     "min-p-gate": {"min_p": 0.4},
     "relaxed": {"top_n": 2, "delta": 0.3},
 }
+# the deeper and wider cases cost most and add only depth; all kinds are met at the first levels
+DEEP_KINDS = ("plain", "zeros")
 WITH_LAW = [rule.name for rule in LOSSY_RULES if rule.emitted_law is not None]
 ON_TREES = [
     name for name in WITH_LAW if RULES[name].kind == "collaborative" and RULES[name].topology == "tree"
@@ -62,7 +64,7 @@ def chain_step(rule: BoundRule, kind: str, vocab: int, depth: int) -> StepLaw:
 def test_chains_emit_the_declared_joint_law(name: str, kind: str) -> None:
     """Drafted tokens have the emitted law, the bonus the bonus law, each given the tokens before it."""
     rule = lossy(name)
-    for vocab, depth in ((4, 2), (3, 3)):
+    for vocab, depth in ((4, 2), (3, 3)) if kind in DEEP_KINDS else ((4, 2),):
         target, draft = toy_models(kind, vocab)
         step = chain_step(rule, kind, vocab, depth)
         assert law_error(step, declared_law(rule, target, draft, depth), vocab) < LAW_TOLERANCE
@@ -72,7 +74,7 @@ def test_chains_emit_the_declared_joint_law(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ON_TREES)
 def test_collaborative_rules_emit_the_same_law_on_trees(name: str, kind: str) -> None:
     rule = lossy(name)
-    for vocab, branching in ((5, [3]), (3, [2, 1])):
+    for vocab, branching in ((5, [3]), (3, [2, 1])) if kind in DEEP_KINDS else ((5, [3]),):
         target, draft = toy_models(kind, vocab)
         step = step_law(
             lambda stream, draft=draft, branching=branching: draw_tree(
