@@ -28,6 +28,10 @@ PROMPT_SETS: dict[str, Path] = {
     "train": _TRAIN / "train_prompts.jsonl",
     "train_synthetic": _TRAIN / "train_prompts_synthetic.jsonl",
 }
+# answers of SmolLM2-135M (code, maths, chat) and book passages (prose), about 16,000 tokens each
+CALIBRATION: dict[str, Path] = {
+    domain: _BENCH / f"calibration_{domain}.jsonl" for domain in ("prose", "code", "maths", "chat")
+}
 CORPORA: dict[str, Path] = {
     "pride_and_prejudice": _TRAIN / "corpus_pride_and_prejudice.txt",
     "voyage_of_the_beagle": _TRAIN / "corpus_voyage_of_the_beagle_part.txt",
@@ -53,6 +57,28 @@ def prompt_file(name_or_path: str) -> Path:
 def text_file(name_or_path: str) -> Path:
     """Find a file of texts or prompts for calibration: a shipped corpus or set, or a file."""
     return _find(name_or_path, {**CORPORA, **PROMPT_SETS})
+
+
+def calibration_files(spelling: str) -> dict[str, Path]:
+    """Find the calibration texts for what a user typed, by domain; "" is a domain nobody named.
+
+    Args:
+        spelling: ``calibration`` for the shipped texts of four domains, a name or file as in `text_file`, or
+            several of these with a domain each: ``prose=book.txt,code=answers.jsonl``.
+    """
+    if spelling == "calibration":
+        return dict(CALIBRATION)
+    if "=" not in spelling:
+        return {"": text_file(spelling)}
+    found: dict[str, Path] = {}
+    for part in spelling.split(","):
+        domain, equals, name = (word.strip() for word in part.partition("="))
+        if not equals or not domain or not name:
+            raise SpecdecError(f"data set ({spelling}): ({part}) must be DOMAIN=FILE, as in prose=book.txt")
+        if domain in found:
+            raise SpecdecError(f"data set ({spelling}) names the domain ({domain}) twice")
+        found[domain] = CALIBRATION[name] if name in CALIBRATION else text_file(name)
+    return found
 
 
 def _find(name_or_path: str, named: dict[str, Path]) -> Path:

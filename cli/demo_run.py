@@ -81,7 +81,16 @@ def _select_layers(folder: Path, work: Path) -> list[int]:
     from specdec.cli.select_layers import select_layers
 
     out = work / "selection.json"
-    select_layers(str(folder), tokens=LAYER_TOKENS, out=out, picture=work / "selection.png", data="train")
+    select_layers(
+        str(folder),
+        tokens=LAYER_TOKENS,
+        out=out,
+        picture=work / "selection.png",
+        data="train",
+        # a demo measures what its choice rests on and no more
+        estimators="matrix_entropy",
+        probe=False,
+    )
     boundaries: list[int] = json.loads(out.read_text(encoding="utf-8"))["boundaries"]
     return boundaries
 

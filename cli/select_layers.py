@@ -1,12 +1,13 @@
 """`specdec select-layers`: choose the boundaries a draft head should read, and write why.
 
-Owns the command line of layer selection: options, progress, the table, the files. Does not
-know how boundaries are scored or chosen.
+Owns the command line of layer selection: options, progress, the files. Does not know how boundaries are
+scored or chosen; the tables are in `selection_tables`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,80 +15,145 @@ import typer
 
 from specdec.cli.outputs import require_writable
 from specdec.errors import SpecdecError, UsageError
-from specdec.layer_select.config import ChooseConfig, ScoreConfig
+from specdec.layer_select.config import SEARCHES, ChooseConfig, ScoreConfig
+from specdec.layer_select.engines import ENGINES
+from specdec.layer_select.picture_files import picture_paths, write_pictures
 
 if TYPE_CHECKING:
-    from specdec.layer_select.choose import LayerSelection
-    from specdec.layer_select.score import LayerScores, ScoreProgress
+    from specdec.layer_select.layer_scores import LayerScores
+    from specdec.layer_select.score import ScoreProgress
+    from specdec.layer_select.texts import CalibrationText
 
 SCORE = ScoreConfig()
 CHOOSE = ChooseConfig()
+# eight rows for each of the 1,024 inputs that three taps and the token have.
+PROBE_TOKENS = 8192
 
 
 def select_layers(
     target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
     num_layers: Annotated[int, typer.Option(help="Boundaries to choose.")] = CHOOSE.num_layers,
     data: Annotated[
-        str, typer.Option(help="Calibration set: responses.jsonl, prompts, a .txt, or a bundled name.")
-    ] = "train",
+        str,
+        typer.Option(
+            help="Calibration texts: calibration (prose, code, maths, chat), responses.jsonl, prompts, a "
+            ".txt, a bundled name, or several as prose=FILE,code=FILE."
+        ),
+    ] = "calibration",
     tokens: Annotated[int, typer.Option(help="Token positions to measure.")] = SCORE.tokens,
+    objective: Annotated[
+        str,
+        typer.Option(help="What is maximised: entropy+cka, probe, or a mix: entropy+cka=0.5,probe=0.5."),
+    ] = CHOOSE.objective,
+    estimator: Annotated[
+        str, typer.Option(help="Informativeness estimator that entropy stands for.")
+    ] = CHOOSE.estimator,
+    estimators: Annotated[
+        str | None, typer.Option(help="Estimators to measure beside it: names with commas, or all.")
+    ] = None,
     diversity: Annotated[
         float, typer.Option("--lambda", help="Weight of mean pairwise CKA against informativeness.")
     ] = CHOOSE.diversity_weight,
-    estimator: Annotated[str, typer.Option(help="Informativeness estimator.")] = CHOOSE.estimator,
+    search: Annotated[str, typer.Option(help=f"One of {', '.join(SEARCHES)}.")] = CHOOSE.search,
+    theta: Annotated[
+        float, typer.Option(help="Weight of informativeness in the kernel of kdpp.")
+    ] = CHOOSE.dpp_weight,
     min_gap: Annotated[
         int, typer.Option(help="Smallest distance between chosen boundaries.")
     ] = CHOOSE.min_gap,
     allowed: Annotated[
         str | None, typer.Option(help="Boundaries that may be chosen, as 2-28 or 1,4,8-12 (default 1..N).")
     ] = None,
+    force: Annotated[str | None, typer.Option(help="Boundaries that must be chosen.")] = None,
+    forbid: Annotated[str | None, typer.Option(help="Boundaries that must not be chosen.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help=f"Choose what this engine can capture: {', '.join(ENGINES)}.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Fit the ridge probe of next-token overlap.")
+    ] = True,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples; 0 for none.")] = CHOOSE.resamples,
     out: Annotated[Path, typer.Option(help="Selection file to write.")] = Path("selection.json"),
-    picture: Annotated[Path | None, typer.Option(help="PNG of the evidence and the choice.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="PNG of the evidence; NAME-landscape and NAME-stability beside it.")
+    ] = None,
+    print_pictures: Annotated[
+        bool, typer.Option("--print-pictures", help="Pictures for paper as well, as NAME-print.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="File that holds the pass after every batch; continued if it exists.")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Precision of the target: float32, bfloat16, float16.")
     ] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the target over devices: auto, balanced, sequential.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling and resampling.")] = 0,
 ) -> None:
-    """Choose the boundaries a draft head should read, by entropy and CKA."""
-    score_config = ScoreConfig(tokens=tokens, seed=seed)
+    """Choose the boundaries a draft head should read, and write why."""
     choose_config = ChooseConfig(
         num_layers=num_layers,
-        diversity_weight=diversity,
+        objective=objective,
         estimator=estimator,
+        diversity_weight=diversity,
+        search=search,
+        dpp_weight=theta,
         min_gap=min_gap,
-        allowed=None if allowed is None else _parse_boundaries(allowed),
+        allowed=None if allowed is None else _parse_boundaries("--allowed", allowed),
+        forced=() if force is None else _parse_boundaries("--force", force),
+        forbidden=() if forbid is None else _parse_boundaries("--forbid", forbid),
+        engine=engine,
+        resamples=resamples,
         seed=seed,
     )
-    for option, path in (("--out", out), ("--picture", picture)):
-        if path is not None:
-            require_writable(option, path)
+    score_config = replace(
+        ScoreConfig(tokens=tokens, probe_tokens=PROBE_TOKENS if probe else 0, seed=seed),
+        estimators=_measured(choose_config, estimators),
+    )
+    _require_consistent(choose_config, probe, device, device_map, picture, print_pictures)
+    pictures = _require_outputs(out, picture, print_pictures, resume)
 
+    import time
     import warnings
 
     from specdec import hf, hub, provenance
     from specdec.cli.console import emit_json, progress, say
-    from specdec.cli.datasets import text_file
-    from specdec.layer_select import artifact, choose, entropy, score, texts
+    from specdec.cli.datasets import calibration_files
+    from specdec.cli.selection_tables import print_selection, summary
+    from specdec.layer_select import artifact, choose, document, score, texts
+    from specdec.layer_select.constraints import feasible_sets
+    from specdec.layer_select.entropy import estimators_named
+    from specdec.layer_select.search import resolved_search
 
-    entropy.estimator_named(estimator)
+    estimators_named(score_config.estimators)
+    files = calibration_files(data)
     folder = hub.resolve_target(target)
     tokenizer = hf.load_tokenizer(folder)
-    calibration = texts.read_texts(text_file(data), tokenizer, score_config)
+    calibration = texts.read_domains(files, tokenizer, score_config)
     measured = sum(text.num_kept for text in calibration)
     notes = []
     if measured < tokens:
         notes.append(f"calibration set has {measured} measured positions, {tokens} were asked for")
-    model = hf.load_hf_model(folder, dtype=dtype).to(_device(device))
-    choose.allowed_boundaries(hf.num_decoder_layers(model), choose_config)
+    model = hf.load_hf_model(folder, dtype=dtype, device_map=device_map)
+    if device_map is None:
+        model = model.to(_device(device))
+    model_type = provenance.read_json(folder / "config.json").get("model_type")
+    # what cannot be chosen is refused before minutes of measuring.
+    resolved_search(feasible_sets(hf.num_decoder_layers(model), choose_config, model_type), choose_config)
     with (
         progress("scoring boundaries (tokens)", total=measured) as bar,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always", UserWarning)
-        scores = score.score_layers(model, calibration, score_config, progress=_rate_reporter(bar.update))
+        scores = score.score_layers(
+            model, calibration, score_config, progress=_reporter(bar.update), resume=resume
+        )
+    started = time.perf_counter()
+    selection = choose.choose_layers(scores, choose_config, model_type=model_type)
+    choose_seconds = time.perf_counter() - started
     notes += [str(warning.message) for warning in caught if warning.category is UserWarning]
-    selection = choose.choose_layers(scores, choose_config)
     for note in notes:
         say(f"warning: {note}")
 
@@ -96,52 +162,97 @@ def select_layers(
         "template": hf.template_hash(tokenizer),
         "config": provenance.sha256_file(folder / "config.json"),
     }
-    document = artifact.selection_document(
+    made = document.selection_document(
         scores,
         selection,
         score_config=score_config,
         choose_config=choose_config,
         target={"fingerprint": provenance.folder_fingerprint(folder), "name": Path(target).name},
-        cost={"seconds": round(scores.seconds, 2), "peak_memory_gib": _peak_memory_gib()},
+        cost={**_cost(scores, choose_seconds), "data": data, "domains": _domain_tokens(calibration)},
         hashes=hashes,
         warnings=notes,
     )
-    artifact.write_selection(out, document)
+    drawn = {}
     if picture is not None:
-        from specdec.layer_select.picture import write_picture
+        from specdec.layer_select.picture import render_pictures
 
-        write_picture(picture, document)
+        # drawn before the first file is written: a failure leaves earlier files as they were.
+        drawn = render_pictures(picture, made, print_too=print_pictures)
+    artifact.write_selection(out, made)
+    write_pictures(drawn)
     provenance.RunRecord.collect(
         dtype=dtype,
         seeds={"seed": seed},
         template_hash=hashes["template"],
         data_hash=hashes["calibration"],
-        defaults=document["settings"],
-        extra={"cost": document["cost"], "boundaries": document["boundaries"]},
+        defaults=made["settings"],
+        extra={"cost": made["cost"], "boundaries": made["boundaries"]},
     ).write(out.with_name(f"{out.stem}.run.json"))
-    _print_tables(document, scores, selection)
+    print_selection(made)
     emit_json(
         {
-            "boundaries": document["boundaries"],
-            "objective": document["objective"]["value"],
-            "subset_frequency": None if selection.stability is None else selection.stability.subset_frequency,
-            "runner_up": document["runners_up"][0]["boundaries"] if document["runners_up"] else None,
-            "tokens": scores.tokens,
-            "seconds": document["cost"]["seconds"],
-            "peak_memory_gib": document["cost"]["peak_memory_gib"],
+            **summary(made),
             "out": str(out),
             "picture": None if picture is None else str(picture),
+            "pictures": [str(path) for path in pictures],
         }
     )
 
 
-def _parse_boundaries(text: str) -> tuple[int, ...]:
+def _measured(config: ChooseConfig, also: str | None) -> tuple[str, ...]:
+    """Estimators to measure: those of the objective first, then those asked for or the default ones."""
+    others = SCORE.estimators if also is None else tuple(name.strip() for name in also.split(","))
+    named = [config.estimator, *(term.estimator for term in config.terms if term.estimator is not None)]
+    return tuple(dict.fromkeys([*named, *others]))
+
+
+def _require_consistent(
+    config: ChooseConfig,
+    probe: bool,
+    device: str,
+    device_map: str | None,
+    picture: Path | None,
+    print_pictures: bool,
+) -> None:
+    """Refuse options that contradict each other."""
+    if not probe and any(term.estimator is None for term in config.terms):
+        raise UsageError(f"--objective ({config.objective}) needs the probe; drop --no-probe")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device ({device}) must be auto, cpu or cuda")
+    if device_map is not None and device != "auto":
+        raise UsageError(f"--device ({device}) and --device-map ({device_map}) exclude each other; give one")
+    if print_pictures and picture is None:
+        raise UsageError("--print-pictures needs --picture, the name they are made from")
+
+
+def _require_outputs(
+    out: Path, picture: Path | None, print_pictures: bool, resume: Path | None
+) -> list[Path]:
+    """Refuse places that cannot be written or collide; the pictures that will be made."""
+    named = [("--out", out), ("--out", out.with_name(f"{out.stem}.run.json"))]
+    pictures = [] if picture is None else picture_paths(picture, print_too=print_pictures)
+    named += [("--picture", path) for path in pictures]
+    if resume is not None:
+        named.append(("--resume", resume))
+    for option, path in named:
+        require_writable(option, path)
+    seen: dict[Path, str] = {}
+    for option, path in named:
+        if path.resolve() in seen:
+            raise UsageError(
+                f"{option} ({path}) is written by {seen[path.resolve()]} as well; name another file"
+            )
+        seen[path.resolve()] = option
+    return pictures
+
+
+def _parse_boundaries(option: str, text: str) -> tuple[int, ...]:
     """Read 1,4,8-12 as boundaries."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--allowed ({text}) must be boundaries and ranges like 1,4,8-12")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UsageError(f"{option} ({text}) must be boundaries and ranges like 1,4,8-12")
         found += range(int(first), int(last if dash else first) + 1)
     return tuple(sorted(set(found)))
 
@@ -149,66 +260,40 @@ def _parse_boundaries(text: str) -> tuple[int, ...]:
 def _device(name: str) -> str:
     import torch
 
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device ({name}) must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise SpecdecError("--device (cuda) is not available here; use cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _rate_reporter(update: Callable[..., None]) -> Callable[[ScoreProgress], None]:
-    """Turn the state of the pass into a bar position with rate and time left beside it."""
+def _reporter(update: Callable[..., None]) -> Callable[[ScoreProgress], None]:
+    """Move the bar, with the rate and the time left beside it."""
 
-    def report(now: ScoreProgress) -> None:
-        update(now.done, note=f"{now.tokens_per_second:.0f} tokens/s, {now.seconds_left:.0f} s left")
+    def report(progress: ScoreProgress) -> None:
+        rate, left = progress.tokens_per_second, progress.seconds_left
+        update(progress.done, note=f"{rate:.0f} tokens/s, {left:.0f} s left")
 
     return report
 
 
-def _peak_memory_gib() -> float:
-    """Most resident memory of this process so far, plus the most its GPU held."""
-    import resource
-    import sys
+def _cost(scores: LayerScores, choose_seconds: float) -> dict[str, Any]:
+    from specdec.layer_select.cost import peak_bytes
 
-    import torch
+    costs = scores.costs
+    assert costs is not None, "a scoring pass says what it took"
+    return {
+        "seconds": round(costs.seconds, 2),
+        "probe_seconds": round(costs.probe_seconds, 2),
+        "choose_seconds": round(choose_seconds, 2),
+        "tokens_per_second": round(costs.tokens / max(costs.seconds, 1e-9), 1),
+        "peak_memory_gib": round(peak_bytes() / 2**30, 3),
+        "bound_memory_gib": round(costs.bound_bytes / 2**30, 3),
+    }
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if torch.cuda.is_available():
-        peak += torch.cuda.max_memory_allocated()
-    return round(peak / 2**30, 3)
 
-
-def _print_tables(document: dict[str, Any], scores: LayerScores, selection: LayerSelection) -> None:
-    from specdec.cli.console import print_table
-
-    stability = selection.stability
-    names = list(document["scores"])
-    chosen = set(selection.boundaries)
-    print_table(
-        f"{document['target']['name']}: scores by boundary, {scores.tokens} tokens, "
-        f"{document['cost']['texts']} texts",
-        ["boundary", *names, "in resamples", "chosen"],
-        [
-            [
-                boundary,
-                *(document["scores"][name]["values"][boundary] for name in names),
-                None if stability is None else stability.boundary_frequency[boundary],
-                "*" if boundary in chosen else "",
-            ]
-            for boundary in range(scores.num_layers + 1)
-        ],
-    )
-    rivals = [document["objective"], *document["runners_up"]]
-    print_table(
-        f"best subsets, lambda {document['lambda']:g}",
-        ["boundaries", "J", "mean z", "mean CKA"],
-        [
-            [
-                ", ".join(map(str, rival["boundaries"])),
-                rival["value"],
-                rival["mean_informativeness_z"],
-                rival["mean_pairwise_cka"],
-            ]
-            for rival in rivals
-        ],
-    )
+def _domain_tokens(texts: list[CalibrationText]) -> dict[str, int]:
+    """Measured positions by domain; empty where texts carry none."""
+    found: dict[str, int] = {}
+    for text in texts:
+        if text.domain:
+            found[text.domain] = found.get(text.domain, 0) + text.num_kept
+    return found

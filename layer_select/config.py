@@ -8,11 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.errors import SpecdecError
+from specdec.layer_select.engines import require_engine
+from specdec.layer_select.terms import Term, parse_objective
 
 # HSIC_1 divides by n (n - 1) (n - 2) (n - 3): fewer rows have no unbiased estimate.
 MIN_ROWS = 4
-# C(37, 4) = 66,045 subsets take milliseconds; the count grows by the number of boundaries with each more.
-EXHAUSTIVE_MAX = 4
+SEARCHES = ("auto", "exhaustive", "mmr", "kdpp", "facility")
+# subsets an exhaustive search may hold: K = 4 of 80 boundaries, K = 5 of 49. A second, and 100 MiB.
+EXHAUSTIVE_LIMIT = 2_000_000
+# the ridge probe solves a system for each subset: K = 3 of 37 boundaries, minutes.
+EXHAUSTIVE_LIMIT_PROBE = 10_000
 
 
 def _at_least(name: str, value: int, low: int) -> None:
@@ -104,25 +109,40 @@ class ChooseConfig:
 
     Attributes:
         num_layers: Boundaries to choose, K. Three as in EAGLE-3; 3 to 5 is worth 3-5 % (2602.06036).
-        estimator: Name of the informativeness estimator in `entropy.ESTIMATORS`.
+        objective: What is maximised, spelled as in `terms`.
+        estimator: Name of the informativeness estimator that `entropy` stands for.
         diversity_weight: lambda, the weight of mean pairwise CKA against mean z-scored informativeness. On
             SmolLM2-135M (16k tokens) the choice is the same from 1.6 to 3.5, while 1 takes two neighbours of
             CKA 0.98; not fitted to acceptance.
+        search: One of SEARCHES. `auto` is exhaustive where that is feasible and `mmr` otherwise.
+        dpp_weight: theta of the k-DPP kernel diag(e^(theta I / 2)) R diag(e^(theta I / 2)); 1 lets one
+            standard deviation of informativeness count as one nat of log-determinant.
         min_gap: Smallest distance between chosen boundaries.
         allowed: Boundaries that may be chosen. None is 1..N: boundary 0 is the token embedding, which the
             draft head is given anyway, so a tap there adds nothing.
+        forced: Boundaries every choice holds.
+        forbidden: Boundaries no choice holds.
+        engine: Serving engine whose limits hold as well, one of `engines.ENGINES`; None for no limit.
         num_runners_up: Next best subsets to report.
         resamples: Bootstrap resamples of calibration batches; 0 leaves stability out.
-        seed: Seed of the bootstrap.
+        size_draws: Random sub-samples of each calibration size.
+        seed: Seed of the bootstrap and of every other draw.
     """
 
     num_layers: int = 3
+    objective: str = "entropy+cka"
     estimator: str = "matrix_entropy"
     diversity_weight: float = 2.0
+    search: str = "auto"
+    dpp_weight: float = 1.0
     min_gap: int = 1
     allowed: tuple[int, ...] | None = None
+    forced: tuple[int, ...] = ()
+    forbidden: tuple[int, ...] = ()
+    engine: str | None = None
     num_runners_up: int = 10
     resamples: int = 200
+    size_draws: int = 40
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -130,5 +150,18 @@ class ChooseConfig:
         _at_least("min_gap", self.min_gap, 1)
         _at_least("num_runners_up", self.num_runners_up, 0)
         _at_least("resamples", self.resamples, 0)
+        _at_least("size_draws", self.size_draws, 1)
         if not 0 <= self.diversity_weight < float("inf"):
             raise SpecdecError(f"diversity_weight ({self.diversity_weight}) must be a finite number >= 0")
+        if not 0 <= self.dpp_weight < float("inf"):
+            raise SpecdecError(f"dpp_weight ({self.dpp_weight}) must be a finite number >= 0")
+        if self.search not in SEARCHES:
+            raise SpecdecError(f"search ({self.search}) must be one of {', '.join(SEARCHES)}")
+        if self.engine is not None:
+            require_engine(self.engine)
+        parse_objective(self.objective, self.estimator)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The objective, read."""
+        return parse_objective(self.objective, self.estimator)

@@ -1,56 +1,52 @@
-"""The selection as one picture: CKA heatmap beside the entropy profile, chosen boundaries marked.
+"""The selection as pictures: evidence, landscape of all sets, stability.
 
-Owns the drawing; reads only a selection document, so that a picture can be made again from its file. Colours:
-cividis, which rises in lightness alone, reads the same with colour-blind eyes and in grey print.
+Owns the picture of the evidence (CKA heatmap beside the informativeness profile, chosen boundaries marked)
+and the files. Reads only a selection document, so that pictures can be made again from its file.
 """
 
 from __future__ import annotations
 
-import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specdec.errors import SpecdecError
+from specdec.layer_select.picture_files import picture_paths
+from specdec.layer_select.picture_landscape import draw_landscape
+from specdec.layer_select.picture_stability import draw_stability
+from specdec.layer_select.picture_theme import PRINT, SCREEN, Theme, figure_with_canvas, headline
 
-CHOSEN_COLOR = "#b3301a"
-PROFILE_COLOR = "#1f3a5f"
 # height of one label line as a part of the axes' height.
 LABEL_HEIGHT = 0.037
+DOTS_PER_INCH = 150
 
 
-def draw_selection(document: dict[str, Any]) -> Figure:
-    """Draw a selection document."""
+def draw_evidence(document: dict[str, Any], theme: Theme = SCREEN) -> Figure:
+    """Draw CKA and the profile of the estimator."""
     chosen = document["boundaries"]
     score = document["scores"][document["estimator"]]
     size = len(document["cka"])
-    figure = Figure(figsize=(10.5, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_with_canvas(10.5, 5.6)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.35, 1])
-    image = left.imshow(document["cka"], cmap="cividis", vmin=0, vmax=1, origin="lower")
+    image = left.imshow(document["cka"], cmap=theme.heat, vmin=0, vmax=1, origin="lower")
     figure.colorbar(image, ax=left, label="debiased linear CKA", location="left", shrink=0.85)
+    # a frame must stay a frame where a cell is a few pixels wide.
+    side = max(4.0, min(9.0, 220 / size))
     for row in chosen:
         for column in chosen:
-            left.plot(
-                column,
-                row,
-                marker="s",
-                markersize=7,
-                markerfacecolor="none",
-                markeredgecolor="white",
-                mew=1.8,
-            )
+            for color, width in ((theme.frame_edge, 2.6), (theme.frame, 1.3)):
+                left.plot(
+                    column, row, marker="s", markersize=side, mfc="none", mec=color, mew=width, clip_on=False
+                )
     left.set_xlabel("boundary b (0 = embedding output)")
     left.set_ylabel("boundary b")
     left.set_title("Similarity of boundaries", fontsize=11)
-    right.plot(score["values"], range(size), color=PROFILE_COLOR, marker=".", linewidth=1.3)
+    right.plot(score["values"], range(size), color=theme.profile, marker=".", linewidth=1.3)
     for boundary in chosen:
-        right.axhline(boundary, color=CHOSEN_COLOR, linestyle=(0, (4, 3)), linewidth=1.0)
-        right.plot(score["values"][boundary], boundary, "D", color=CHOSEN_COLOR, markersize=7)
+        right.axhline(boundary, color=theme.chosen, linestyle=(0, (4, 3)), linewidth=1.0)
+        right.plot(score["values"][boundary], boundary, "D", color=theme.chosen, markersize=7)
     # labels stand outside the axes, where no line crosses them.
     for boundary, height in zip(chosen, _spread(chosen, LABEL_HEIGHT * size), strict=True):
         right.text(
@@ -58,7 +54,7 @@ def draw_selection(document: dict[str, Any]) -> Figure:
             height,
             f"b = {boundary}",
             transform=right.get_yaxis_transform(),
-            color=CHOSEN_COLOR,
+            color=theme.chosen,
             fontsize=10,
             verticalalignment="center",
         )
@@ -67,10 +63,11 @@ def draw_selection(document: dict[str, Any]) -> Figure:
     direction = "higher is richer" if score["sign"] > 0 else "lower is richer"
     right.set_xlabel(f"{document['estimator']} / {score['normalization']} ({direction})")
     right.set_title("Informativeness", fontsize=11)
-    for axes in (left, right):
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.suptitle(_headline(document), fontsize=12)
+    right.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    for axis in (left.xaxis, left.yaxis, right.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    rest = f"{document['cost']['tokens']:,} tokens, lambda {document['lambda']:g}"
+    figure.suptitle(headline(document, rest), fontsize=12)
     return figure
 
 
@@ -82,25 +79,23 @@ def _spread(ascending: list[int], distance: float) -> list[float]:
     return heights
 
 
-def _headline(document: dict[str, Any]) -> str:
-    names = ", ".join(str(boundary) for boundary in document["boundaries"])
-    text = (
-        f"{document['target']['name']}: boundaries {names} of 0..{document['target']['num_layers']}"
-        f"  |  {document['cost']['tokens']:,} tokens, lambda {document['lambda']:g}"
-    )
-    if document["stability"] is not None:
-        text += f", chosen in {100 * document['stability']['subset_frequency']:.0f} % of resamples"
-    return text
+def render_pictures(
+    path: str | Path, document: dict[str, Any], *, print_too: bool = False
+) -> dict[Path, bytes]:
+    """Draw all pictures of a document as PNG.
 
-
-def write_picture(path: str | Path, document: dict[str, Any]) -> None:
-    """Draw a selection document to a PNG, whole or not at all."""
-    path = Path(path)
-    buffer = BytesIO()
-    draw_selection(document).savefig(buffer, format="png", dpi=150)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_bytes(buffer.getvalue())
-        os.replace(partial, path)
-    except OSError as error:
-        raise SpecdecError(f"picture ({path}) cannot be written: {error}") from error
+    Args:
+        path: of the evidence; the others are named after it.
+        document: the selection.
+        print_too: also draw the variants for paper.
+    """
+    themes = (SCREEN, PRINT) if print_too else (SCREEN,)
+    figures = [
+        draw(document, theme) for theme in themes for draw in (draw_evidence, draw_landscape, draw_stability)
+    ]
+    drawn = {}
+    for file, figure in zip(picture_paths(path, print_too=print_too), figures, strict=True):
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+        drawn[file] = buffer.getvalue()
+    return drawn

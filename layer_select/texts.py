@@ -172,6 +172,8 @@ def _ids_of_row(path: Path, line: int, row: dict[str, Any], tokenizer: Any) -> t
             return prompt + [int(token) for token in row["response_token_ids"]], len(prompt)
         if "messages" in row:
             messages = row["messages"]
+            if tokenizer.chat_template is None:
+                return _plain_chat(tokenizer, messages)
             whole = render_chat(tokenizer, messages, add_generation_prompt=False)
             if messages[-1]["role"] != "assistant":
                 return whole, None
@@ -188,6 +190,15 @@ def _ids_of_row(path: Path, line: int, row: dict[str, Any], tokenizer: Any) -> t
         raise SpecdecError(
             f"{path}, line {line}: needs prompt, turns, messages, text or stored token ids ({error})"
         ) from error
+
+
+def _plain_chat(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], int | None]:
+    """A conversation for a base model, which is prompted without a template when it serves, too."""
+    before = "".join(f"{message['content']}\n\n" for message in messages[:-1])
+    ids = encode_text(tokenizer, before + messages[-1]["content"])
+    if messages[-1]["role"] != "assistant" or not before:
+        return ids, None
+    return ids, len(encode_text(tokenizer, before))
 
 
 def texts_hash(texts: list[CalibrationText]) -> str:

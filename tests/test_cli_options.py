@@ -41,6 +41,14 @@ OPTIONS: dict[str, str] = {
         "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
         "--repeats --warm-up --adaptive --transformers --verify-cost --out"
     ),
+    "audit": (
+        "target --draft --levels --rule --lossy --knob --exact --dtype --shape --batch-size --data --limit "
+        "--tasks --task-limit --max-tokens --draws --engine-draws --temperature --seed --out"
+    ),
+    "sweep": (
+        "target --out --draft --rule --shape --batch-size --tasks --task-limit --max-tokens --temperature "
+        "--dtype --lossy --exact --seed"
+    ),
     "rules": "name",
     "demo": "--train --work --prompts --max-tokens",
 }

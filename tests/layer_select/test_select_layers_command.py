@@ -10,16 +10,13 @@ import typer
 from typer.testing import CliRunner, Result
 
 from specdec.cli.select_layers import select_layers
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UsageError
+from specdec.layer_select import picture as picture_module
 from specdec.layer_select import read_selection
+from specdec.layer_select.artifact import FIELDS
 
 app = typer.Typer()
 app.command()(select_layers)
-
-EXPECTED_KEYS = {
-    "schema", "target", "boundaries", "objective", "lambda", "estimator", "search", "constraints", "scores",
-    "cka", "runners_up", "stability", "cost", "settings", "warnings", "hashes",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -37,29 +34,44 @@ def run(*words: Any) -> Result:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_command_writes_selection_picture_and_run_record(
-    family: str, tiny_model_factory: Callable[..., Path], prompts: Path, tmp_path: Path, specdec_home: Path
+def test_command_writes_selection_pictures_and_run_record(
+    family: str,
+    tiny_model_factory: Callable[..., Path],
+    prompts: Path,
+    tmp_path: Path,
+    specdec_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = tiny_model_factory(family, num_hidden_layers=6)
+    monkeypatch.setattr(picture_module, "DOTS_PER_INCH", 40)
+    target = tiny_model_factory(family, num_hidden_layers=8)
     out, picture = tmp_path / "made" / "selection.json", tmp_path / "made" / "selection.png"
-    result = run(target, "--data", prompts, "--tokens", 3000, "--out", out, "--picture", picture)
+    words = ["--picture", picture, "--print-pictures", "--resamples", 20]
+    result = run(target, "--data", prompts, "--tokens", 3000, "--out", out, *words)
     assert result.exit_code == 0, result.output
     last = json.loads(result.stdout.splitlines()[-1])
     document = read_selection(out)
-    assert set(document) == EXPECTED_KEYS
+    assert tuple(document) == FIELDS
     assert last["boundaries"] == document["boundaries"] == sorted(set(document["boundaries"]))
     assert len(document["boundaries"]) == 3
-    assert document["target"]["num_layers"] == 6
+    assert document["target"]["num_layers"] == 8
     assert len(document["target"]["fingerprint"]) == 64
-    assert [len(row) for row in document["cka"]] == [7] * 7
-    assert len(document["scores"]["matrix_entropy"]["values"]) == 7
+    assert [len(row) for row in document["cka"]] == [9] * 9
+    assert all(len(score["values"]) == 9 for score in document["scores"].values())
+    assert len(document["scores"]) >= 6
     assert document["cost"]["tokens"] == last["tokens"] <= 3000
     assert document["cost"]["peak_memory_gib"] > 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert document["objective"]["probe"]["overlap_second"] > 0
+    assert all(each["probe"] is not None for each in document["references"].values())
+    assert set(document["references"]) == {"default", "uniform", "last_third"}
+    assert len(document["evidence"]["block_influence"]) == 8
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in last["pictures"])
+    assert len(last["pictures"]) == 6
     record = json.loads((tmp_path / "made" / "selection.run.json").read_text())
     assert record["data_hash"] == document["hashes"]["calibration"]
     assert record["defaults"]["choose"]["diversity_weight"] == 2.0
     assert "tokens/s" in result.stderr or "scoring boundaries" in result.stderr
+    for heading in ("chosen", "default [2, N/2, N-3]", "how sure", "Kendall", "searches", "GiB"):
+        assert heading in result.stdout
 
 
 def test_same_seed_gives_the_same_evidence_and_choice(
@@ -79,60 +91,157 @@ def test_options_reach_the_search(
 ) -> None:
     target = tiny_model_factory("llama", num_hidden_layers=6)
     out = tmp_path / "selection.json"
-    words = ["--allowed", "0,2-4,6", "--min-gap", 2, "--num-layers", 4, "--estimator", "effective_rank"]
+    words = [
+        *("--allowed", "0,2-4,6", "--min-gap", 2, "--num-layers", 3, "--estimator", "effective_rank"),
+        *("--force", "2", "--forbid", "0", "--engine", "vllm", "--search", "kdpp", "--theta", 0.5),
+        *("--estimators", "renyi_0.5", "--no-probe", "--resamples", 0),
+    ]
     result = run(target, "--data", prompts, "--tokens", 1000, "--lambda", 0.5, "--out", out, *words)
     assert result.exit_code == 0, result.output
     document = read_selection(out)
-    assert document["boundaries"] == [0, 2, 4, 6]
-    assert (document["lambda"], document["estimator"]) == (0.5, "effective_rank")
+    assert document["boundaries"] == [2, 4, 6]
+    assert (document["lambda"], document["estimator"], document["search"]) == (0.5, "effective_rank", "kdpp")
+    assert document["constraints"]["engine"] == "vllm"
+    assert list(document["scores"]) == ["effective_rank", "renyi_0.5"]
+    assert document["settings"]["choose"]["dpp_weight"] == 0.5
+    assert document["objective"]["probe"] is None
+    assert document["stability"]["bootstrap"] is None
+
+
+def test_the_probe_can_decide(
+    tiny_model_factory: Callable[..., Path], prompts: Path, tmp_path: Path, specdec_home: Path
+) -> None:
+    target = tiny_model_factory("llama", num_hidden_layers=6)
+    out = tmp_path / "selection.json"
+    words = ["--objective", "entropy+cka=0.25,probe=0.75", "--resamples", 3]
+    result = run(target, "--data", prompts, "--tokens", 1500, "--out", out, *words)
+    assert result.exit_code == 0, result.output
+    document = read_selection(out)
+    assert document["objective"]["terms"] == {"matrix_entropy+cka": 0.25, "probe": 0.75}
+    assert document["objective"]["probe"]["overlap_second"] > 0
+
+
+def test_the_default_texts_span_four_domains_in_equal_parts(
+    tiny_llama: Path, tmp_path: Path, specdec_home: Path
+) -> None:
+    out = tmp_path / "selection.json"
+    words = ["--tokens", 6000, "--no-probe", "--resamples", 3, "--out", out]
+    result = run(tiny_llama, *words)
+    assert result.exit_code == 0, result.output
+    document = read_selection(out)
+    assert set(document["cost"]["domains"]) == {"prose", "code", "maths", "chat"}
+    assert set(document["cost"]["domains"].values()) == {1500}
+    assert {choice["name"] for choice in document["stability"]["domains"]} == set(document["cost"]["domains"])
+    assert "only code" in result.stdout
+
+
+def test_an_interrupted_pass_is_continued(
+    tiny_llama: Path, prompts: Path, tmp_path: Path, specdec_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec.layer_select import score
+
+    words = [tiny_llama, "--data", prompts, "--tokens", 5000, "--resamples", 3, "--no-probe"]
+    whole, resumed = tmp_path / "whole.json", tmp_path / "resumed.json"
+    assert run(*words, "--out", whole).exit_code == 0
+    saved = tmp_path / "pass.pt"
+    real, batches = score.kept_states, []
+
+    def interrupted(*arguments: Any) -> Any:
+        batches.append(1)
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(score, "kept_states", interrupted)
+    assert run(*words, "--out", resumed, "--resume", saved).exit_code != 0
+    assert saved.exists()
+    assert not resumed.exists()
+    assert run(*words, "--out", resumed, "--resume", saved).exit_code == 0
+    first, second = read_selection(whole), read_selection(resumed)
+    assert first["scores"] == second["scores"]
+    assert first["cka"] == second["cka"]
+    assert first["boundaries"] == second["boundaries"]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "kind", "message"),
     [
-        (["--num-layers", 5], "target has 4 layers, 5 requested"),
-        (["--num-layers", 0], r"num_layers \(0\)"),
-        (["--tokens", 0], r"tokens \(0\)"),
-        (["--min-gap", 9], "min_gap 9"),
-        (["--estimator", "surprise"], "must be one of"),
-        (["--allowed", "2-x"], r"--allowed \(2-x\)"),
-        (["--allowed", "7"], r"must be in 0\.\.4"),
-        (["--data", "no-such-set"], "no-such-set"),
-        (["--device", "tpu"], r"--device \(tpu\)"),
-        (["--dtype", "fp8"], r"dtype \(fp8\)"),
-        (["--out", "/proc/nowhere/selection.json"], "--out"),
+        (["--num-layers", 5], SpecdecError, "target has 4 layers, 5 requested"),
+        (["--num-layers", 0], SpecdecError, r"num_layers \(0\)"),
+        (["--tokens", 0], SpecdecError, r"tokens \(0\)"),
+        (["--min-gap", 9], SpecdecError, "min_gap 9"),
+        (["--lambda", -1], SpecdecError, r"diversity_weight \(-1"),
+        (["--theta", "nan"], SpecdecError, r"dpp_weight \(nan\)"),
+        (["--resamples", -1], SpecdecError, r"resamples \(-1\)"),
+        (["--estimator", "surprise"], SpecdecError, "must be one of"),
+        (["--estimators", "surprise"], SpecdecError, "must be one of"),
+        (["--objective", "luck"], SpecdecError, r"objective \(luck\)"),
+        (["--objective", "luck+cka"], SpecdecError, "must be one of"),
+        (["--objective", "probe", "--no-probe"], UsageError, "needs the probe"),
+        (["--search", "lucky"], SpecdecError, r"search \(lucky\)"),
+        (["--allowed", "2-x"], UsageError, r"--allowed \(2-x\)"),
+        (["--allowed", "4-2"], UsageError, r"--allowed \(4-2\)"),
+        (["--force", "two"], UsageError, r"--force \(two\)"),
+        (["--forbid", ""], UsageError, r"--forbid \(\)"),
+        (["--allowed", "7"], SpecdecError, r"must be in 0\.\.4"),
+        (["--force", "9"], SpecdecError, r"forced boundary \(9\)"),
+        (["--force", "2", "--forbid", "2"], SpecdecError, "both forced and forbidden"),
+        (["--force", "1-4"], SpecdecError, "4 boundaries are forced, 3 requested"),
+        (["--engine", "tgi"], SpecdecError, r"engine \(tgi\) must be one of"),
+        (["--engine", "sglang", "--force", "4"], SpecdecError, "cannot be captured by sglang"),
+        (["--engine", "sglang", "--num-layers", 4], SpecdecError, "engine sglang"),
+        (["--data", "no-such-set"], SpecdecError, "no-such-set"),
+        (["--data", "prose=no-such-file"], SpecdecError, "no-such-file"),
+        (["--data", "prose=dev,"], SpecdecError, "must be DOMAIN=FILE"),
+        (["--data", "prose=dev,prose=dev"], SpecdecError, "twice"),
+        (["--device", "tpu"], UsageError, r"--device \(tpu\)"),
+        (["--device", "cpu", "--device-map", "auto"], UsageError, "exclude each other"),
+        (["--device-map", "sideways"], SpecdecError, r"device_map \(sideways\)"),
+        (["--dtype", "fp8"], SpecdecError, r"dtype \(fp8\)"),
+        (["--out", "/proc/nowhere/selection.json"], UsageError, "--out"),
+        (["--picture", "/proc/nowhere/selection.png"], UsageError, "--picture"),
+        (["--resume", "/proc/nowhere/pass.pt"], UsageError, "--resume"),
+        (["--print-pictures"], UsageError, "needs --picture"),
     ],
 )
 def test_wrong_input_is_one_clear_error_and_leaves_earlier_output_alone(
-    tiny_llama: Path, prompts: Path, tmp_path: Path, specdec_home: Path, words: list[Any], message: str
+    tiny_llama: Path,
+    prompts: Path,
+    tmp_path: Path,
+    specdec_home: Path,
+    words: list[Any],
+    kind: type[SpecdecError],
+    message: str,
 ) -> None:
     out = tmp_path / "selection.json"
     out.write_text("earlier")
     result = run(tiny_llama, "--data", prompts, "--tokens", 500, "--out", out, *words)
-    assert isinstance(result.exception, SpecdecError), result.output
+    assert type(result.exception) is kind, result.output
     with pytest.raises(SpecdecError, match=message):
         raise result.exception
     assert out.read_text() == "earlier"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "schema"),
-        ('{"schema": "specdec.selection/9"}', "specdec.selection/9"),
-        (
-            '{"schema": "specdec.selection/1", "boundaries": [3, 3], "target": {"num_layers": 4}}',
-            "distinct, ascending",
-        ),
-        (
-            '{"schema": "specdec.selection/1", "boundaries": [5], "target": {"num_layers": 4}}',
-            r"in 0\.\.4",
-        ),
-    ],
-)
-def test_selection_files_that_do_not_hold_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "selection.json"
-    path.write_text(content)
-    with pytest.raises(SpecdecError, match=message):
-        read_selection(path)
+def test_one_file_for_two_outputs_is_refused(tiny_llama: Path, prompts: Path, tmp_path: Path) -> None:
+    same = tmp_path / "same.json"
+    result = run(tiny_llama, "--data", prompts, "--out", same, "--picture", same)
+    assert type(result.exception) is UsageError
+    assert "written by --out as well" in str(result.exception)
+
+
+def test_a_picture_that_fails_leaves_the_earlier_selection(
+    tiny_llama: Path, prompts: Path, tmp_path: Path, specdec_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec.layer_select import picture
+
+    def broken(*_: Any) -> Any:
+        raise SpecdecError("no ink")
+
+    monkeypatch.setattr(picture, "draw_stability", broken)
+    out = tmp_path / "selection.json"
+    out.write_text("earlier")
+    words = ["--tokens", 800, "--no-probe", "--resamples", 2, "--picture", tmp_path / "s.png"]
+    result = run(tiny_llama, "--data", prompts, "--out", out, *words)
+    assert "no ink" in str(result.exception)
+    assert out.read_text() == "earlier"
+    assert not (tmp_path / "s.png").exists()

@@ -103,6 +103,12 @@ def test_a_target_without_a_chat_template_is_given_plain_prompts(tmp_path: Path,
         path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "tell me"}])
         (text,) = read_texts(path, tiny_tokenizer, CONFIG)
         assert list(text.token_ids) == encode_text(tiny_tokenizer, "tell me")
+        chat = [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "no, not today"}]
+        (text,) = read_texts(
+            write_rows(tmp_path / "chats.jsonl", [{"messages": chat}]), tiny_tokenizer, CONFIG
+        )
+        assert list(text.token_ids) == encode_text(tiny_tokenizer, "tell me\n\nno, not today")
+        assert text.first_kept == len(encode_text(tiny_tokenizer, "tell me\n\n"))
     finally:
         tiny_tokenizer.chat_template = template
 
