@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from specdec.exact_law import exact_law
 from specdec.random_streams import Purpose, RandomStream
@@ -39,6 +45,8 @@ def huggingface_law(logits: Tensor, params: SamplingParams) -> Tensor:
         scores = TopPLogitsWarper(params.top_p)(None, scores)
     if params.min_p > 0.0:
         scores = MinPLogitsWarper(params.min_p)(None, scores)
+    if params.typical_p < 1.0:
+        scores = TypicalLogitsWarper(params.typical_p)(None, scores)
     return torch.softmax(scores, dim=-1)
 
 
@@ -52,6 +60,24 @@ def test_filters_equal_those_of_transformers(top_k: int, top_p: float, min_p: fl
     logits = torch.randn(3, 3000) * scale
     error = (process_logits(logits, params) - huggingface_law(logits, params)).abs().max()
     assert error < LAW_TOLERANCE
+
+
+@pytest.mark.parametrize("typical_p", [0.95, 0.5, 0.05])
+@pytest.mark.parametrize("before", [{}, {"top_k": 50, "min_p": 0.01}, {"top_p": 0.3}])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_typical_p_equals_that_of_transformers(typical_p: float, before: dict, scale: float) -> None:
+    """Flat rows keep nearly all; peaked ones may drop the best token, which is their point."""
+    params = SamplingParams(temperature=0.8, typical_p=typical_p, **before)
+    logits = torch.randn(4, 600) * scale
+    law = process_logits(logits, params)
+    assert (law - huggingface_law(logits, params)).abs().max() < LAW_TOLERANCE
+    assert torch.allclose(law.sum(-1), torch.ones(4, dtype=torch.float64))
+
+
+def test_typical_p_breaks_ties_by_the_lowest_id() -> None:
+    """Four equal ids: half the mass is the first two."""
+    law = process_logits(torch.zeros(1, 4), SamplingParams(temperature=1.0, typical_p=0.5))[0]
+    assert law.tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
