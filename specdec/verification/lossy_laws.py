@@ -12,7 +12,7 @@ where the supports are disjoint, and since it lies between p and q everywhere, r
 front stay on it. Formulas that never exceed a multiple of p (lenience, mentored, Cactus) need no such cut.
 
 Sources: lenience: 2211.17192 A.5; its floor variant: the "lossy speculative decoding" baseline of 2405.19261;
-interpolation: CoS 2502.01662, DIVERSED 2604.07622; fuzzy: 2502.20704; mentored: 2609.30474; Cactus:
+interpolation: CoS 2502.01662, 2604.07622; fuzzy: 2502.20704; mentored: 2609.30474; Cactus:
 2604.04987. Cascades are in `cascades.py`.
 """
 
