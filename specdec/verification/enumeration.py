@@ -21,7 +21,7 @@ from specdec.exact_law import exact_law
 from specdec.random_streams import Coin, Purpose, UniformSource
 from specdec.tree import DraftTree
 from specdec.verification.draws import draw_children
-from specdec.verification.laws import Law
+from specdec.verification.laws import Law, argmax_law
 from specdec.verification.rules import BoundRule, DraftGuarantee
 
 # context (the tokens after the root) -> law of the next token
@@ -193,13 +193,29 @@ def shared_noise_step_law(make_tree: MakeTree, rule: BoundRule, target: Model) -
     return exact_law(run)
 
 
-def declared_law(rule: BoundRule, target: Model, draft: Model, drafted_depth: int) -> Model:
-    """The law a rule declares after a context: of drafted tokens down to a depth, then of undrafted ones."""
+def declared_law(
+    rule: BoundRule,
+    target: Model,
+    draft: Model,
+    drafted_depth: int,
+    guarantee: DraftGuarantee | None = None,
+) -> Model:
+    """The law a rule declares after a context: of drafted tokens down to a depth, then of undrafted ones.
+
+    Args:
+        rule: the rule.
+        target: law of the next token.
+        draft: law of a drafted token; where drafts are not drawn, the most probable one is it.
+        drafted_depth: how many tokens have a draft.
+        guarantee: how the tree was drawn; None: as the rule asks for.
+    """
+    is_drawn = (guarantee or rule.rule.draft) not in ("any", "deterministic")
 
     def next_law(context: tuple[int, ...]) -> Law:
         if len(context) >= drafted_depth:
             return rule.bonus_law(target(context))
-        law = rule.emitted_law(target(context), draft(context))
+        q = draft(context)
+        law = rule.emitted_law(target(context), q if is_drawn else argmax_law(q))
         assert law is not None, f"rule {rule.rule.name} declares no law"
         return law
 

@@ -67,7 +67,20 @@ def test_chains_emit_the_declared_joint_law(name: str, kind: str) -> None:
     for vocab, depth in ((4, 2), (3, 3)) if kind in DEEP_KINDS else ((4, 2),):
         target, draft = toy_models(kind, vocab)
         step = chain_step(rule, kind, vocab, depth)
-        assert law_error(step, declared_law(rule, target, draft, depth), vocab) < LAW_TOLERANCE
+        declared = declared_law(rule, target, draft, depth, "sampled")
+        assert law_error(step, declared, vocab) < LAW_TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_LAW if RULES[name].draft == "any"])
+def test_the_most_probable_drafts_emit_the_declared_law_too(name: str) -> None:
+    """What these rules ask of drafting, and how an audit drafts for them."""
+    rule = lossy(name)
+    for kind in TOY_KINDS:
+        target, draft = toy_models(kind, 4)
+        step = step_law(
+            lambda stream, draft=draft: draw_tree(stream, draft, [1, 1], rule.rule.draft), rule, target
+        )
+        assert law_error(step, declared_law(rule, target, draft, 2), 4) < LAW_TOLERANCE
 
 
 @pytest.mark.parametrize("kind", TOY_KINDS)
