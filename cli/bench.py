@@ -18,6 +18,16 @@ def bench(
         list[str] | None,
         typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES; may be repeated [default: chain:3]."),
     ] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help="Verify by this rule; may be repeated [default: the exact one that suits]."),
+    ] = None,
+    knob: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of the one --rule; may be repeated.")
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy/--exact", help="Whether --rule may change the text's law.")
+    ] = False,
     data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write for each prompt.")] = 128,
@@ -41,12 +51,14 @@ def bench(
 ) -> None:
     """Measure acceptance and speed of drafters against the same engine without speculation.
 
-    All settings decode every prompt in turn (interleaved), on the same weights. Example:
+    All settings (every draft in every shape under every rule) decode every prompt in turn (interleaved), on
+    the same weights. Example:
 
     specdec bench smollm2-135m --draft smollm2-135m --draft ngram --shape chain:3 --shape tree:4x4:15
     """
     from specdec.cli.bench_run import BenchPlan, run_bench
     from specdec.cli.console import emit_json
+    from specdec.cli.sampling_options import parse_knobs
 
     if verify_cost:
         from specdec.cli.verify_cost import measure_verify_cost
@@ -55,11 +67,16 @@ def bench(
         return
     if transformers and temperature > 0:
         raise UsageError("--transformers compares greedy text; leave --temperature at 0")
+    if knob and len(rule or []) != 1:
+        raise UsageError(f"--knob ({knob[0]}) needs one --rule to belong to, not {len(rule or [])}")
     summary = run_bench(
         BenchPlan(
             target=target,
             drafts=draft or [],
             shapes=shape or ["chain:3"],
+            rules=rule or [],
+            knobs=parse_knobs(knob or ()),
+            lossy=lossy,
             data=data,
             limit=limit,
             max_tokens=max_tokens,

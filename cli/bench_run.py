@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from specdec.provenance import RunRecord, sha256_file, write_json_atomic
 from specdec.requests import PromptEncoder
 from specdec.sequence import SamplingParams
 from specdec.stats import DEFINITIONS
+from specdec.verification.registry import rule_named
 
 SCHEMA = "specdec.bench/1"
 
@@ -42,6 +43,9 @@ class BenchPlan:
     target: str
     drafts: list[str]
     shapes: list[str]
+    rules: list[str]
+    knobs: dict[str, float | str]
+    lossy: bool
     data: str
     limit: int | None
     max_tokens: int
@@ -69,15 +73,28 @@ def bench_prompts(encoder: PromptEncoder, data: str, limit: int | None) -> list[
 
 
 def settings_of(plan: BenchPlan) -> list[Setting]:
-    """Plain decoding and every drafter in every shape."""
+    """Plain decoding and every drafter in every shape under every rule.
+
+    Raises:
+        SpecdecError: an unknown rule or knob, or one setting twice.
+    """
     base = SpecConfig(adaptive=plan.adaptive)
     settings = [Setting(name=PLAIN, draft=None, spec=None)]
     shapes = {shape: parse_shape(shape, base) for shape in plan.shapes}
     for draft in plan.drafts:
         for shape, spec in shapes.items():
             settings.append(Setting(name=f"{draft} {shape}", draft=draft, spec=spec))
-    if len({setting.name for setting in settings}) != len(settings):
-        raise SpecdecError("--draft and --shape must not name the same setting twice")
+    if plan.rules:
+        labels = {rule: rule_named(rule, plan.knobs).label for rule in plan.rules}
+        settings[1:] = [
+            replace(setting, name=f"{setting.name} {label}", rule=rule, knobs=plan.knobs)
+            for setting in settings[1:]
+            for rule, label in labels.items()
+        ]
+    if len({setting.name for setting in settings}) != len(settings) or len(set(plan.rules)) != len(
+        plan.rules
+    ):
+        raise SpecdecError("--draft, --shape and --rule must not name the same setting twice")
     return settings
 
 
@@ -103,7 +120,7 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
         params,
         batch_size=plan.batch_size,
         max_prompt=len(longest.token_ids),
-        engine_config=EngineConfig(),
+        engine_config=EngineConfig(allow_lossy=plan.lossy),
     )
     if plan.transformers:
         decoders["transformers"] = transformers_decoder(str(folder), params)
@@ -148,6 +165,8 @@ def _details(
             "warm_up_batches": plan.warm_up,
             "adaptive": plan.adaptive,
             "shapes": plan.shapes,
+            "rules": plan.rules,
+            "knobs": plan.knobs,
             "threads": torch.get_num_threads(),
             "packed_matrices": engine.decoder.num_packed,
             "plain_matrices": engine.decoder.num_plain,
@@ -167,6 +186,7 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
         rows.append(
             [
                 one["setting"],
+                one["rule"] if one["lossless"] else f"{one['rule']}, lossy",
                 acceptance["acceptance_length"],
                 _interval(acceptance["acceptance_length_interval"]),
                 acceptance["acceptance_rate"],
@@ -183,6 +203,7 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
     )
     columns = [
         "setting",
+        "rule",
         "accept length",
         "interval",
         "accept rate",

@@ -55,7 +55,7 @@ def generate(
     ] = None,
     knob: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the rule; may be repeated.")] = None,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="Allow a --rule that changes the text's law.")
+        bool, typer.Option("--lossy/--exact", help="Whether --rule may change the text's law.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of sampled text [default: a fresh one].")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,

@@ -8,8 +8,8 @@ setting (no speculation, same engine, same weights) is always measured beside th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.cli.bootstrap import ratio_interval, speedup_interval
@@ -33,20 +33,30 @@ class BenchPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One way of decoding: a drafter's spelling and how it speculates; None is plain decoding."""
+    """One way of decoding: a drafter's spelling and how it speculates; None is plain decoding.
+
+    `rule` None verifies by the exact rule that suits.
+    """
 
     name: str
     draft: str | None
     spec: SpecConfig | None
+    rule: str | None = None
+    knobs: Mapping[str, float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One prompt under one setting. `seconds` is the batch's time divided by its number of prompts."""
+    """One prompt under one setting. `seconds` is the batch's time divided by its number of prompts.
+
+    `rule` verified the drafts; not `lossless`: the text does not have the target's law.
+    """
 
     token_ids: list[int]
     seconds: float
     stats: SpecStats
+    rule: str = "none"
+    lossless: bool = True
 
 
 Decode = Callable[[Sequence[BenchPrompt]], list[Measured]]
@@ -62,7 +72,10 @@ def engine_decoder(engine: Engine, params: Sequence[SamplingParams] | SamplingPa
         for prompt, result in zip(batch, results, strict=True):
             if result.error:
                 raise SpecdecError(f"prompt {prompt.id}: {result.error}; nothing was measured")
-        return [Measured(token_ids=r.token_ids, seconds=seconds, stats=r.stats) for r in results]
+        return [
+            Measured(token_ids=r.token_ids, seconds=seconds, stats=r.stats, rule=r.rule, lossless=r.lossless)
+            for r in results
+        ]
 
     return decode
 
@@ -139,6 +152,8 @@ def summarise(
     tokens = sum(len(one.token_ids) for one in first)
     figures: dict[str, Any] = {
         "setting": name,
+        "rule": first[0].rule,
+        "lossless": all(one.lossless for one in first),
         "prompts": len(prompts),
         "tokens": tokens,
         "tokens_per_second": tokens / sum(seconds),
@@ -211,7 +226,8 @@ def make_decoders(
             continue
         assert setting.spec is not None, "a drafter needs speculation settings"
         engine = Engine(plain, draft=setting.draft, config=replace(config, spec=setting.spec))
-        decoders[setting.name] = engine_decoder(engine, params)
+        chosen = replace(params, rule=setting.rule, rule_knobs=setting.knobs)
+        decoders[setting.name] = engine_decoder(engine, chosen)
     return plain, decoders
 
 
