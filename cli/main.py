@@ -37,6 +37,7 @@ from typing import Annotated, cast
 import typer
 
 from specdec import __version__
+from specdec.cli.audit import audit
 from specdec.cli.bench import bench
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
@@ -45,6 +46,7 @@ from specdec.cli.regenerate import regenerate
 from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
 from specdec.cli.study import study
+from specdec.cli.sweep import sweep
 from specdec.cli.train import train
 from specdec.errors import SpecdecError, UsageError
 from specdec.provenance import begin_run
@@ -68,6 +70,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "study": study,
     "generate": generate,
     "bench": bench,
+    "audit": audit,
+    "sweep": sweep,
     "rules": rules,
     "demo": demo,
 }

@@ -37,6 +37,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"scheduler"}),
     frozenset({"runner"}),
     frozenset({"acceptance", "engine"}),
+    frozenset({"audit"}),
 )
 # pairs of one tier that only annotations need, imported under TYPE_CHECKING: no circle at run time
 TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "speculation", "verification"}}

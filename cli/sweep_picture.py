@@ -1,0 +1,128 @@
+"""The picture of a sweep: fidelity against cost, and against the linear front of section 3.0.
+
+Left: total variation a token against the target's milliseconds a committed token; points that another
+dominates are hollow. Right: total variation at drafted positions against the share of drafts rejected there;
+no rule that verifies one draft can lie below the line TV = TV(p, q) - rejection. Printable without colour:
+drafts differ by marker, and rules are numbered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from specdec.cli.sweep_points import PLAIN
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+# below this a total variation is drawn on the axis: 0 has no place on a logarithmic one
+LEAST_VARIATION = 1e-3
+INK, FAINT = "#222222", "#999999"
+
+
+def draw_sweep(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Draw the measured points of a sweep as a PNG file."""
+    drafts = list(dict.fromkeys(record["draft"] for record in records))
+    markers = {draft: MARKERS[index % len(MARKERS)] for index, draft in enumerate(drafts)}
+    labels = list(dict.fromkeys(_rule_and_shape(record) for record in records))
+    numbers = {label: number for number, label in enumerate(labels, start=1)}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 6.4))
+    figure.suptitle(title, fontsize=9)
+    _cost_panel(left, records, markers, numbers)
+    _front_panel(right, records, markers, numbers)
+    handles = [plt.Line2D([], [], linestyle="", marker="") for _ in numbers]
+    handles += [plt.Line2D([], [], linestyle="", marker=markers[draft], color=INK) for draft in drafts]
+    texts = [f"{number}  {label}" for label, number in numbers.items()] + drafts
+    figure.legend(handles, texts, loc="lower center", ncols=4, fontsize=7, frameon=False, handlelength=1.2)
+    rows = -(-len(texts) // 4)
+    figure.tight_layout(rect=(0, 0.02 + 0.025 * rows, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _rule_and_shape(record: dict[str, Any]) -> str:
+    if record["draft"] == PLAIN:
+        return f"plain, batch {record['batch_size']}"
+    return f"{record['rule']}, {record['shape']}, batch {record['batch_size']}"
+
+
+def _cost_panel(
+    axes: Axes, records: Sequence[dict[str, Any]], markers: dict[str, str], numbers: dict[str, int]
+) -> None:
+    for record in records:
+        if record["total_variation"] is None:
+            continue
+        _point(axes, record, record["verify_ms_per_token"], record["total_variation"], markers, numbers)
+    axes.set_yscale("symlog", linthresh=LEAST_VARIATION)
+    axes.set_ylim(bottom=-LEAST_VARIATION / 3)
+    axes.set_xlabel("target ms per committed token (measured)")
+    axes.set_ylabel("total variation from the target's law, per token")
+    axes.set_title("cost and fidelity: lower left is better; hollow: dominated", fontsize=9)
+    axes.grid(color="#dddddd", linewidth=0.6)
+
+
+def _front_panel(
+    axes: Axes, records: Sequence[dict[str, Any]], markers: dict[str, str], numbers: dict[str, int]
+) -> None:
+    drawn = []
+    for record in records:
+        variation, rejection = record["total_variation_drafted"], record["rejection_rate"]
+        if variation is None or rejection is None:
+            continue
+        drawn.append(record)
+        _point(axes, record, rejection, variation, markers, numbers)
+    gaps = [
+        record["draft_total_variation"] for record in drawn if record["draft_total_variation"] is not None
+    ]
+    if gaps:
+        middle = sum(gaps) / len(gaps)
+        axes.plot([0, middle], [middle, 0], color=FAINT, linewidth=1.2, linestyle="--")
+        axes.annotate(
+            f"linear front, TV(p, q) = {middle:.2f}",
+            (middle / 2, middle / 2),
+            color=FAINT,
+            fontsize=8,
+            rotation=-35,
+            ha="center",
+            va="bottom",
+        )
+    axes.set_xlabel("share of drafted tokens rejected")
+    axes.set_ylabel("total variation at drafted tokens")
+    axes.set_title("what giving up fidelity buys", fontsize=9)
+    axes.set_xlim(left=0)
+    axes.grid(color="#dddddd", linewidth=0.6)
+
+
+def _point(
+    axes: Axes,
+    record: dict[str, Any],
+    x: float,
+    y: float,
+    markers: dict[str, str],
+    numbers: dict[str, int],
+) -> None:
+    axes.plot(
+        [x],
+        [y],
+        marker=markers[record["draft"]],
+        markersize=7,
+        color=INK,
+        markerfacecolor="white" if record["dominated"] else INK,
+        linestyle="",
+    )
+    axes.annotate(
+        str(numbers[_rule_and_shape(record)]),
+        (x, y),
+        textcoords="offset points",
+        xytext=(6, 4),
+        fontsize=8,
+        color=INK,
+    )

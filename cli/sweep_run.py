@@ -1,0 +1,264 @@
+"""One sweep from the command line: points done one by one and kept; table, picture, record and report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.audit.goodness import sign_test
+from specdec.cli.console import print_table, progress, say
+from specdec.cli.outputs import require_writable
+from specdec.cli.paper import Notes, Paper, Picture, Section, Table, cell_text, write_paper
+from specdec.cli.shapes import parse_shape
+from specdec.cli.sweep_measure import SweepBench, measure
+from specdec.cli.sweep_picture import draw_sweep
+from specdec.cli.sweep_points import AXES, PLAIN, SweepPoint, check_lossy, grid, mark_dominated, parse_rule
+from specdec.cli.tasks import exact_match_tasks
+from specdec.config import EngineConfig
+from specdec.engine import Engine
+from specdec.errors import SpecdecError, UsageError
+from specdec.hub import resolve_target
+from specdec.provenance import RunRecord, folder_fingerprint, read_json, write_json_atomic
+from specdec.requests import PromptEncoder
+from specdec.sampling_params import SamplingParams
+
+SCHEMA = "specdec.sweep/1"
+COLUMNS = {
+    "setting": "label",
+    "accept length": "acceptance_length",
+    "interval": "acceptance_length_interval",
+    "GFLOP/token": "verify_gflops_per_token",
+    "target ms/token": "verify_ms_per_token",
+    "draft ms/token": "draft_ms_per_token",
+    "TV/token": "total_variation",
+    "KL/token": "kl",
+    "largest pi/p": "largest_overshoot",
+    "right": "right",
+    "against plain p": "parity_p_value",
+    "draft trained on tokens": "training_target_tokens",
+    "draft MB": "draft_megabytes",
+    "dominated": "dominated",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The options of `specdec sweep`."""
+
+    target: str
+    drafts: list[str]
+    rules: list[str]
+    shapes: list[str]
+    batch_sizes: list[int]
+    tasks: list[str]
+    task_limit: int
+    max_tokens: int
+    temperature: float
+    dtype: str
+    lossy: bool
+    exact: bool
+    seed: int
+    out: Path
+
+
+def run_sweep(options: SweepOptions) -> dict[str, Any]:
+    """Measure what is missing, compare what exists, write the folder; returns the JSON line."""
+    check_lossy(options.rules, lossy=options.lossy, exact=options.exact)
+    if options.lossy and options.temperature == 0.0:
+        raise UsageError("--lossy needs a --temperature above 0: there is nothing to relax at 0")
+    points = grid(options.drafts, options.rules, options.shapes, options.batch_sizes)
+    for shape in options.shapes:
+        parse_shape(shape)
+    require_writable("--out", options.out / "sweep.json")
+    folder = resolve_target(options.target)
+    encoder = PromptEncoder(folder)
+    tasks = exact_match_tasks(
+        options.tasks,
+        options.task_limit,
+        lambda text: encoder.encode([{"role": "user", "content": text}]),
+    )
+    shared = _shared(options, folder)
+    bench: SweepBench | None = None
+    records: list[dict[str, Any]] = []
+    with progress("points", len(points)) as bar:
+        for number, point in enumerate(points):
+            path = options.out / "points" / f"{point.key(shared)}.json"
+            if not path.exists():
+                # weights are read only when something is left to do
+                bench = bench or _bench(options, folder, tasks)
+                write_json_atomic(path, _measure(bench, point))
+            records.append(read_json(path))
+            bar.update(number + 1, point.label)
+    measured = [record for record in records if "refused" not in record]
+    refused = [record for record in records if "refused" in record]
+    _compare_with_plain(measured)
+    for record, better in zip(measured, mark_dominated(measured), strict=True):
+        record["dominated_by"] = better
+        record["dominated"] = bool(better)
+        record["draft_megabytes"] = record["draft_memory_bytes"] / 1e6
+    title = _title(options, len(tasks))
+    rows = [[cell_text(value) for value in _row(record)] for record in measured]
+    print_table(title, list(COLUMNS), rows)
+    for record in refused:
+        say(f"left out: {record['label']}: {record['refused']}")
+    picture = options.out / "sweep.png"
+    draw_sweep(measured, picture, title=title)
+    summary = {
+        "schema": SCHEMA,
+        "target": options.target,
+        "lossy": options.lossy,
+        "axes": list(AXES),
+        "points": [
+            {name: record[name] for name in record if name not in ("right_by_task", "scores")}
+            for record in measured
+        ],
+        "left_out": refused,
+    }
+    run = _run_record(options, shared, encoder)
+    write_json_atomic(options.out / "sweep.json", {**summary, "points": measured, "run": run.to_dict()})
+    write_paper(_paper(title, measured, refused, picture), options.out, "sweep")
+    say(f"written: {options.out}")
+    return summary
+
+
+def _shared(options: SweepOptions, folder: Path) -> dict[str, Any]:
+    """What all points have in common, and what a kept point must have been measured with."""
+    return {
+        "target_fingerprint": folder_fingerprint(folder),
+        "tasks": options.tasks,
+        "task_limit": options.task_limit,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _bench(options: SweepOptions, folder: Path, tasks: list[Any]) -> SweepBench:
+    longest = max(len(task.token_ids) for task in tasks) + options.max_tokens
+    return SweepBench(
+        base=Engine(folder, config=EngineConfig(dtype=options.dtype, max_num_seqs=1, kv_tokens=64)),
+        tasks=tasks,
+        params=SamplingParams(
+            temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
+        ),
+        kv_tokens=longest,
+        lossy=options.lossy,
+    )
+
+
+def _measure(bench: SweepBench, point: SweepPoint) -> dict[str, Any]:
+    try:
+        return measure(bench, point, lambda done: None)
+    except SpecdecError as error:
+        return {"label": point.label, "batch_size": point.batch_size, "refused": str(error)}
+
+
+def _compare_with_plain(records: list[dict[str, Any]]) -> None:
+    """Add the task score's difference from plain decoding at the same batch size, paired by task."""
+    plain = {record["batch_size"]: record["right_by_task"] for record in records if record["draft"] == PLAIN}
+    for record in records:
+        base = plain[record["batch_size"]]
+        pairs = list(zip(record["right_by_task"], base, strict=True))
+        record["score_difference"] = (record["right"] - sum(base)) / len(base)
+        record["parity_p_value"] = sign_test(
+            sum(one > other for one, other in pairs), sum(one < other for one, other in pairs)
+        )
+
+
+def _row(record: dict[str, Any]) -> list[Any]:
+    row = []
+    for name in COLUMNS.values():
+        value = record[name]
+        if name == "acceptance_length_interval" and value is not None:
+            value = f"{value[0]:.2f}..{value[1]:.2f}"
+        if name == "right":
+            value = f"{value}/{record['tasks']}"
+        row.append(value)
+    return row
+
+
+def _title(options: SweepOptions, num_tasks: int) -> str:
+    return (
+        f"{options.target}: {num_tasks} tasks ({', '.join(options.tasks)}) of up to {options.max_tokens} "
+        f"tokens, temperature {options.temperature:g}, {options.dtype}, {torch.get_num_threads()} threads"
+    )
+
+
+def _run_record(options: SweepOptions, shared: dict[str, Any], encoder: PromptEncoder) -> RunRecord:
+    return RunRecord.collect(
+        dtype=options.dtype,
+        seeds={"sampling": options.seed},
+        template_hash=encoder.template_hash,
+        defaults={
+            **shared,
+            "drafts": options.drafts,
+            "rules": options.rules,
+            "shapes": options.shapes,
+            "batch_sizes": options.batch_sizes,
+        },
+    )
+
+
+def _paper(title: str, measured: list[dict[str, Any]], refused: list[dict[str, Any]], picture: Path) -> Paper:
+    front = [record["label"] for record in measured if not record["dominated"]]
+    categories = list(measured[0]["scores"])
+    sections = [
+        Section(
+            title="Cost, acceptance, fidelity",
+            blocks=[
+                Picture(path=picture, caption="filled: on the front; hollow: dominated"),
+                Table(columns=list(COLUMNS), rows=[_row(record) for record in measured]),
+                Notes(
+                    lines=[
+                        "a point is dominated when another of the same batch size is no worse on every axis "
+                        f"and better on one; axes: {', '.join(AXES)}",
+                        "TV, KL and pi/p are of the rule's declared law along its own text, over at most 600 "
+                        "positions of the first batch; a rule without a declared law has none, dominates "
+                        "nothing and is dominated by nothing",
+                        "against plain p: McNemar's exact test of the right answers, paired by task",
+                    ]
+                ),
+            ],
+        ),
+        Section(
+            title="Right answers by difficulty",
+            blocks=[
+                Table(
+                    columns=["setting", *categories],
+                    rows=[
+                        [
+                            record["label"],
+                            *(f"{one['right']}/{one['tasks']}" for one in record["scores"].values()),
+                        ]
+                        for record in measured
+                    ],
+                )
+            ],
+        ),
+    ]
+    rules = {record["rule"]: parse_rule(record["rule"]) for record in measured}
+    sections.append(
+        Section(
+            title="What the rules mean",
+            blocks=[
+                Notes(
+                    lines=[
+                        f"{text}: {bound.rule.kind}. {bound.rule.sentence}"
+                        for text, bound in rules.items()
+                        if bound is not None
+                    ]
+                    or ["only exact verification was run"]
+                )
+            ],
+        )
+    )
+    if refused:
+        lines = [f"{record['label']}: {record['refused']}" for record in refused]
+        sections.append(Section(title="Left out", blocks=[Notes(lines=lines)]))
+    lead = f"{len(measured)} points, {len(front)} of them not dominated."
+    return Paper(title=f"Sweep of {title}", lead=lead, sections=sections)

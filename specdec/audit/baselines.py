@@ -1,0 +1,282 @@
+"""The price of a lossy rule: the speculative implementation beside three ways of direct sampling.
+
+*strict target*: draws from p. *truncated target*: draws from p cut to the set that a truncation-based rule
+allows; what people think such a rule gives. *collaborative law*: draws every token from the law that the rule
+emits from p and q; what it gives without the undrafted tokens between. *speculative*: the rule itself. All
+four through the same engine, on the same tasks, with the same seeds (protocol of arXiv 2607.26627).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from specdec.audit.parity import Answer, Task, score_table, scores
+from specdec.audit.pricing import MAX_POSITIONS, LawAt, Prices, emitted_by
+from specdec.audit.recording import recording
+from specdec.config import SpecConfig
+from specdec.engine import Engine
+from specdec.errors import SpecdecError
+from specdec.random_streams import Purpose, UniformSource
+from specdec.requests import result_of
+from specdec.sampling import as_law, sample
+from specdec.sampling_params import SamplingParams
+from specdec.stats import SpecStats
+from specdec.tree import DraftTree
+from specdec.verification.enumeration import toy_models
+from specdec.verification.laws import Law, argmax_law, one_hot
+from specdec.verification.result import ProbRows, VerifyResult
+from specdec.verification.rules import BoundRule, DraftGuarantee, Knobs, Rule, bind
+from specdec.verification.walk import draft_row
+
+# a set that a rule without a knob for it allows is found among the target's best tokens
+PROBED = 50
+STRICT, TRUNCATED = "strict target", "truncated target"
+COLLABORATIVE, SPECULATIVE = "collaborative law", "speculative"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """One way of sampling the tasks' answers.
+
+    Attributes:
+        name: which of the four.
+        sentence: what it draws from.
+        answers: one a task.
+        stats: of all of them.
+        prices: TV, KL and overshoot along its own texts.
+    """
+
+    name: str
+    sentence: str
+    answers: list[Answer]
+    stats: SpecStats
+    prices: dict[str, Any]
+
+    def to_dict(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        """Figures for the report."""
+        right = scores(tasks, self.answers)
+        return {
+            "baseline": self.name,
+            "sentence": self.sentence,
+            "tokens": sum(len(answer.token_ids) for answer in self.answers),
+            "acceptance_length": self.stats.acceptance_length,
+            "acceptance_rate": self.stats.acceptance_rate,
+            "right": sum(right),
+            "tasks": len(tasks),
+            "scores": score_table(tasks, right),
+            **self.prices,
+        }
+
+
+def truncated_law(rule: BoundRule, p: Law) -> Law | None:
+    """P cut to the tokens a rule allows; None where the rule is no set of allowed tokens."""
+    fallback = next((knob for knob in rule.rule.knobs if knob.name == "fallback"), None)
+    if fallback is not None:
+        cut = {**rule.knobs, fallback.name: float(fallback.choices.index("truncated"))}
+        return rule.rule.bonus_law(p, cut)
+    if rule.rule.kind != "truncation-based" or rule.rule.emitted_law is None:
+        return None
+    kept = np.zeros_like(p)
+    best = argmax_law(p)
+    for token in np.argsort(-p, kind="stable")[:PROBED]:
+        if p[token] == 0.0:
+            break
+        sure = one_hot(int(token), len(p))
+        emitted = rule.emitted_law(p, sure)
+        if emitted is None or not (np.array_equal(emitted, sure) or np.array_equal(emitted, best)):
+            return None
+        if np.array_equal(emitted, sure):
+            kept[token] = p[token]
+    return kept / kept.sum()
+
+
+def has_truncated_law(rule: BoundRule) -> bool:
+    """Whether a rule is a set of allowed tokens."""
+    target, _ = toy_models("plain", 6)
+    return truncated_law(rule, target(())) is not None
+
+
+def direct_rule(name: str, sentence: str, law_at: LawAt, draft: DraftGuarantee) -> BoundRule:
+    """A rule that accepts nothing and draws each token from a law of p and q."""
+
+    def verify(
+        tree: DraftTree, target_probs: ProbRows, stream: UniformSource, position: int, knobs: Knobs
+    ) -> VerifyResult:
+        p = as_law(target_probs[0])
+        law = law_at(p, root_law(tree, len(p)))
+        assert law is not None, "only declared laws are drawn from"
+        (u,) = stream.uniform(position, Purpose.BONUS)
+        return VerifyResult(
+            accepted_nodes=[],
+            next_token_id=sample(law, u),
+            next_kind="recovered" if tree.num_drafted else "bonus",
+        )
+
+    rule = Rule(
+        name=name,
+        kind="collaborative",
+        topology="tree",
+        draft=draft,
+        emitted_law=None,
+        overshoot_bound=lambda knobs: None,
+        sentence=sentence,
+        verify=verify,
+    )
+    return bind(rule, {})
+
+
+def given_knobs(rule: BoundRule) -> dict[str, float | str]:
+    """A rule's knobs as requests write them."""
+    return {
+        knob.name: knob.choices[int(rule.knobs[knob.name])] if knob.choices else rule.knobs[knob.name]
+        for knob in rule.rule.knobs
+    }
+
+
+def root_law(tree: DraftTree, vocab: int) -> Law | None:
+    """The draft's law after the root, one-hot for a deterministic child; None without a draft."""
+    if not tree.children[0]:
+        return None
+    drawn = draft_row(tree, 0)
+    return one_hot(tree.token_ids[tree.children[0][0]], vocab) if drawn is None else drawn
+
+
+def decode_by(
+    engine: Engine,
+    rule: BoundRule | None,
+    law_at: LawAt,
+    tasks: Sequence[Task],
+    params: SamplingParams,
+    *,
+    bound: float | None,
+    name: str,
+    sentence: str,
+    batch_size: int,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Baseline:
+    """Answer the tasks and price the law along the texts.
+
+    Args:
+        engine: with the drafter, if any.
+        rule: takes the place of the rule that requests name; None: it does not.
+        law_at: the law of each token.
+        tasks: the questions.
+        params: the request; the seed of each task is this one and its number.
+        bound: on overshoot; None: none.
+        name: of this way.
+        sentence: what it draws from.
+        batch_size: requests decoded at once.
+        on_progress: told how many answers there are.
+
+    Raises:
+        SpecdecError: an answer failed.
+    """
+    prices = Prices(law_at=law_at, params=params, bound=bound)
+    answers: list[Answer] = []
+    total = SpecStats()
+    for start in range(0, len(tasks), batch_size):
+        batch = tasks[start : start + batch_size]
+        # every batch has its share of the positions that are looked at
+        prices.limit = MAX_POSITIONS * (start + len(batch)) // len(tasks)
+        sequences = [
+            engine.add(task.token_ids, replace(params, seed=(params.seed or 0) + start + number))
+            for number, task in enumerate(batch)
+        ]
+        if rule is not None:
+            for seq in sequences:
+                seq.rule = rule
+        with recording(engine) as steps:
+            while not all(seq.is_finished for seq in sequences):
+                engine.step()
+            prices.take(steps)
+        for task, seq in zip(batch, sequences, strict=True):
+            result = result_of(seq)
+            if result.error:
+                raise SpecdecError(f"task {task.id}: {result.error}")
+            answers.append(Answer(text=result.text, token_ids=result.token_ids))
+            total.add(result.stats)
+        on_progress(len(answers))
+    return Baseline(name=name, sentence=sentence, answers=answers, stats=total, prices=prices.to_dict())
+
+
+def four_baselines(
+    plain: Engine,
+    drafting: Engine,
+    rule: BoundRule,
+    tasks: Sequence[Task],
+    params: SamplingParams,
+    *,
+    one_ahead: SpecConfig,
+    batch_size: int,
+    on_progress: Callable[[str, int], None] = lambda name, done: None,
+) -> list[Baseline]:
+    """Answer the tasks in the four ways; one that the rule has no law for is left out.
+
+    Args:
+        plain: without drafter.
+        drafting: with the drafter and the shape that is audited.
+        rule: the lossy rule.
+        tasks: the questions.
+        params: temperature, filters, limits and seed.
+        one_ahead: speculation of one token, for drawing from a law of p and q.
+        batch_size: requests decoded at once.
+        on_progress: told which baseline has how many answers.
+    """
+    strict: LawAt = lambda p, q: p
+    draft: DraftGuarantee = "any" if rule.rule.draft in ("any", "deterministic") else "sampled"
+    ways: list[tuple[Engine, BoundRule | None, LawAt, SamplingParams, str, str]] = [
+        (
+            plain,
+            direct_rule("strict-target", "draws from the target's law", strict, "any"),
+            strict,
+            params,
+            STRICT,
+            "every token is drawn from the target's law p",
+        )
+    ]
+    if has_truncated_law(rule):
+        cut: LawAt = lambda p, q: truncated_law(rule, p)
+        ways.append(
+            (
+                plain,
+                direct_rule("truncated-target", "draws from the allowed tokens of p", cut, "any"),
+                cut,
+                params,
+                TRUNCATED,
+                "every token is drawn from p cut to the tokens the rule allows",
+            )
+        )
+    if rule.rule.emitted_law is not None:
+        emitted = emitted_by(rule)
+        ways.append(
+            (
+                drafting,
+                direct_rule("collaborative-law", "draws from the rule's own law of p and q", emitted, draft),
+                emitted,
+                replace(params, spec=one_ahead),
+                COLLABORATIVE,
+                "every token is drawn from the law the rule emits from p and q",
+            )
+        )
+    named = replace(params, rule=rule.rule.name, rule_knobs=given_knobs(rule))
+    ways.append((drafting, None, emitted_by(rule), named, SPECULATIVE, f"the rule itself, {rule.label}"))
+    return [
+        decode_by(
+            engine,
+            replacing,
+            law_at,
+            tasks,
+            chosen,
+            bound=rule.overshoot_bound if name in (COLLABORATIVE, SPECULATIVE) else None,
+            name=name,
+            sentence=sentence,
+            batch_size=batch_size,
+            on_progress=partial(on_progress, name),
+        )
+        for engine, replacing, law_at, chosen, name, sentence in ways
+    ]

@@ -1,0 +1,478 @@
+"""Audits of a tiny target: sound speculation passes every level, planted faults are called bugs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.audit.baselines import four_baselines, given_knobs, has_truncated_law, truncated_law
+from specdec.audit.levels import LevelResult, parse_levels
+from specdec.audit.parity import Answer, Task, audit_parity
+from specdec.audit.plan import AuditPlan, check_plan
+from specdec.audit.recording import recording
+from specdec.audit.reference import Noise, PlainReference
+from specdec.audit.run import Audit
+from specdec.audit.triage import first_difference, triage_greedy, triage_race
+from specdec.config import EngineConfig, SpecConfig
+from specdec.drafter import DraftRequest
+from specdec.engine import Engine
+from specdec.errors import UsageError
+from specdec.hf import load_hf_model
+from specdec.runner import ModelRunner, StepOutput
+from specdec.sampling_params import SamplingParams
+from specdec.scheduler import ScheduledSequence
+from specdec.tree import DraftTree, chain_tree, tree_from_paths
+from specdec.verification.registry import rule_named
+
+PROMPTS = [
+    ("a", [7, 3, 9, 20, 5]),
+    ("b", [40, 41]),
+    ("c", list(range(2, 40))),
+    ("d", [100, 3, 100, 3, 100, 3]),
+    ("e", [8] * 9),
+    ("f", [11, 12, 13, 12]),
+]
+NARROW_PROMPTS = [("p", [3, 4, 2]), ("q", [5, 5, 7, 8])]
+TOKENS = 24
+TREE = SpecConfig(max_depth=4, top_k=3, max_nodes=12, adaptive=False)
+CHAIN = SpecConfig(max_depth=3, top_k=1, max_nodes=3, adaptive=False)
+
+
+def no_cost(self: Any, spec: SpecConfig) -> Any:
+    return 0
+
+
+class KnowsTheText:
+    """Proposes the right continuation of some prompts behind a wrong sibling."""
+
+    name = "oracle"
+    boundaries: tuple[int, ...] = ()
+    can_sample = False
+    relative_cost = scratch_rows = no_cost
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
+        self.texts = texts
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return False
+
+    def release(self, seq_id: int) -> None:
+        return None
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        trees = []
+        for request in requests:
+            seq = request.seq
+            known = self.texts[tuple(seq.token_ids[: seq.prompt_len])]
+            ahead = known[seq.num_output : seq.num_output + min(3, request.max_depth)]
+            root = seq.token_ids[-1]
+            if not ahead or request.max_depth < 2:
+                trees.append(chain_tree(root, ahead))
+            else:
+                trees.append(tree_from_paths(root, [[ahead[0] ^ 1, 5], ahead]))
+        return trees
+
+
+class DrawsFromLaws:
+    """Draws chains from a law of its own that depends on the last token."""
+
+    name = "laws"
+    boundaries: tuple[int, ...] = ()
+    can_sample = True
+    relative_cost = scratch_rows = no_cost
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+
+    def makes_chains(self, spec: SpecConfig) -> bool:
+        return True
+
+    def release(self, seq_id: int) -> None:
+        return None
+
+    def law(self, token: int) -> np.ndarray:
+        rng = np.random.default_rng(zlib.crc32(str(token).encode()))
+        return rng.dirichlet(np.full(self.vocab, 0.4))
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [self._chain(request) for request in requests]
+
+    def _chain(self, request: DraftRequest) -> DraftTree:
+        seq = request.seq
+        rng = np.random.default_rng((seq.stream.seed, len(seq.token_ids)))
+        tokens, rows = [seq.token_ids[-1]], []
+        for _ in range(request.max_depth):
+            rows.append(self.law(tokens[-1]))
+            tokens.append(int(rng.choice(self.vocab, p=rows[-1])))
+        rows.append(self.law(tokens[-1]))
+        laws = torch.from_numpy(np.array(rows)) if request.mode == "without_replacement" else None
+        return chain_tree(tokens[0], tokens[1:], draft_probs=laws)
+
+
+class OffByOne(ModelRunner):
+    """Gives drafted nodes a position one too far: the planted bug."""
+
+    def __init__(self, inner: ModelRunner) -> None:
+        super().__init__(inner.decoder, inner.cache, inner.boundaries)
+
+    def run(self, plan: list[ScheduledSequence], trees: list[DraftTree]) -> StepOutput:
+        moved = [replace(tree) for tree in trees]
+        for tree in moved:
+            tree.__dict__["depths"] = [depth + (depth > 0) for depth in tree.depths]
+        return super().run(plan, moved)
+
+
+class SiblingsSeeEachOther(ModelRunner):
+    """Lets every node attend to all nodes before it, as if the tree were a chain."""
+
+    def __init__(self, inner: ModelRunner) -> None:
+        super().__init__(inner.decoder, inner.cache, inner.boundaries)
+
+    def run(self, plan: list[ScheduledSequence], trees: list[DraftTree]) -> StepOutput:
+        chained = []
+        for tree in trees:
+            other = replace(tree, parents=list(range(-1, tree.num_nodes - 1)))
+            other.__dict__["depths"] = tree.depths
+            chained.append(other)
+        return super().run(plan, chained)
+
+
+def plan_of(folder: Path, **settings: Any) -> AuditPlan:
+    values: dict[str, Any] = {
+        "target": str(folder),
+        "draft": "ngram",
+        "spec": TREE,
+        "dtype": "float32",
+        "batch_size": 3,
+        "levels": ("C2", "C4"),
+        "rule": None,
+        "prompts": PROMPTS,
+        "tasks": (),
+        "max_tokens": TOKENS,
+        "draws": 100,
+        "engine_draws": 0,
+        "temperature": 1.0,
+        "seed": 0,
+        **settings,
+    }
+    return AuditPlan(**values)
+
+
+def audit_of(folder: Path, **settings: Any) -> Audit:
+    """An audit whose drafter proposes the right text beside a wrong sibling."""
+    audit = Audit(plan_of(folder, **settings))
+    prompts = [ids for _, ids in PROMPTS]
+    results = audit.plain.generate(prompts, SamplingParams(max_tokens=TOKENS))
+    known = {tuple(ids): [*r.token_ids, 0, 0, 0, 0] for ids, r in zip(prompts, results, strict=True)}
+    audit.drafting = Engine(audit.plain, draft=lambda view: KnowsTheText(known), config=audit.drafting.config)
+    return audit
+
+
+def levels_of(audit: Audit) -> dict[str, LevelResult]:
+    return {level.level: level for level in audit.run().levels}
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model_factory: Callable[..., Path]) -> Path:
+    """A target of 12 tokens, so that laws are small."""
+    return tiny_model_factory("llama", vocab_size=12, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+
+
+def test_the_plain_pass_has_the_logits_of_transformers(tiny_any_family: Path) -> None:
+    """The reference of the audit is itself held to an independent one, in every cut."""
+    text = [*range(3, 60), 7, 9]
+    engine = Engine(tiny_any_family, config=EngineConfig(max_num_seqs=1, kv_tokens=64))
+    reference = PlainReference(engine.decoder)
+    expected = load_hf_model(tiny_any_family)(input_ids=torch.tensor([text])).logits[0]
+    for first, chunk in ((0, 256), (5, 1), (40, 7), (len(text) - 1, 256)):
+        found = reference.logits(text, first, chunk)
+        torch.testing.assert_close(found, expected[first:], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sound_speculation_passes(tiny_llama: Path, dtype: str) -> None:
+    audit = audit_of(tiny_llama, dtype=dtype, levels=("C2", "C3", "C4"))
+    # the oracle knows greedy texts only
+    coupled = Audit(plan_of(tiny_llama, dtype=dtype, levels=("C3",)))
+    levels = levels_of(audit) if dtype == "bfloat16" else {**levels_of(audit), **levels_of(coupled)}
+    for level in levels.values():
+        assert level.passed, level.to_dict()
+    figure = levels["C2"].figures[0].values
+    assert figure["texts"] == len(PROMPTS)
+    assert figure["bugs"] == 0
+    if dtype == "float32":
+        assert figure["identical"] == len(PROMPTS)
+        assert figure["perplexity"] == pytest.approx(figure["plain_perplexity"])
+    depths = levels["C4"].figures
+    assert len(depths) >= 4, "the oracle's drafts are accepted, so that deep rows are compared"
+    assert all(row.values["not_the_argmax"] == 0 for row in depths)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", [OffByOne, SiblingsSeeEachOther])
+def test_a_planted_fault_is_a_bug_and_no_near_tie(
+    tiny_llama: Path, dtype: str, fault: Callable[[ModelRunner], ModelRunner]
+) -> None:
+    """A position one off, or a sibling seen, in the tree pass: whole rows move, and text with them."""
+    audit = audit_of(tiny_llama, dtype=dtype)
+    audit.drafting.runner = fault(audit.drafting.runner)
+    record = audit.run()
+    assert not record.passed
+    levels = {level.level: level for level in record.levels}
+    root, *deeper = levels["C4"].figures
+    # cached rows of the wrong position spoil later roots too; the first drafted rows are wrong at once
+    assert deeper[0].passed is False
+    assert deeper[0].values["above_tolerance"] > 0
+    assert levels["C4"].findings
+    assert levels["C2"].passed is False
+    assert levels["C2"].figures[0].values["bugs"] > 0
+    assert "bug" in {finding["verdict"] for finding in levels["C2"].findings}
+    assert root.values["rows"] > 0
+
+
+def test_rows_are_compared_even_where_every_choice_agrees(tiny_llama: Path) -> None:
+    """A fault too small for the argmax: a thousandth of each drafted row is another token's logit."""
+    audit = audit_of(tiny_llama)
+
+    class Scaled(ModelRunner):
+        def run(self, plan: list[ScheduledSequence], trees: list[DraftTree]) -> StepOutput:
+            output = super().run(plan, trees)
+            for tree, start in zip(trees, output.logits_start, strict=True):
+                if tree.num_drafted and start >= 0:
+                    rows = output.logits[start + 1 : start + tree.num_nodes]
+                    rows += 0.001 * rows.roll(1, dims=1)
+            return output
+
+    inner = audit.drafting.runner
+    audit.drafting.runner = Scaled(inner.decoder, inner.cache, inner.boundaries)
+    levels = levels_of(audit)
+    assert levels["C2"].passed
+    assert levels["C4"].passed is False
+    assert levels["C4"].figures[0].passed, "roots are as they were"
+
+
+def test_near_ties_are_told_from_bugs(tiny_llama: Path) -> None:
+    engine = Engine(tiny_llama, config=EngineConfig(max_num_seqs=1, kv_tokens=256))
+    reference = PlainReference(engine.decoder)
+    prompt = PROMPTS[0][1]
+    plain = engine.generate([prompt], SamplingParams(max_tokens=8))[0].token_ids
+    row = reference.logits([*prompt, *plain[:4]], len(prompt) + 3)[0]
+    best, second, third = row.topk(3).indices.tolist()
+    assert best == plain[4]
+    margin = float(row[best] - row[second])
+    calm = Noise(logit=margin / 8, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    wild = Noise(logit=margin / 3, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    other = [*plain[:4], second, 0, 0, 0]
+    for noise, verdict in ((calm, "bug"), (wild, "near tie")):
+        found = triage_greedy("a", prompt, other, plain, reference, noise)
+        assert found is not None
+        assert (found.index, found.verdict) == (4, verdict)
+        assert found.margin == pytest.approx(margin)
+        assert found.gap == pytest.approx(margin)
+    # a token far down is a bug, however near the two best are
+    far = triage_greedy("a", prompt, [*plain[:4], third, 0, 0, 0], plain, reference, wild)
+    assert far is not None
+    assert far.verdict == "bug"
+    assert triage_greedy("a", prompt, plain, plain, reference, calm) is None
+    cut = triage_greedy("a", prompt, plain[:5], plain, reference, wild)
+    assert cut is not None
+    assert cut.verdict == "bug", "equal tokens do not end in one place and go on in another"
+
+
+def test_a_race_has_a_margin_too(tiny_llama: Path) -> None:
+    engine = Engine(tiny_llama, config=EngineConfig(max_num_seqs=1, kv_tokens=256))
+    reference = PlainReference(engine.decoder)
+    prompt = PROMPTS[1][1]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, rule="coupled")
+    drawn = engine.generate([prompt], params)[0].token_ids
+    other = [*drawn[:3], drawn[3] ^ 1, *drawn[4:]]
+    loud = Noise(logit=100.0, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    quiet = Noise(logit=1e-9, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    near = triage_race("b", prompt, other, drawn, 5, reference, loud)
+    far = triage_race("b", prompt, other, drawn, 5, reference, quiet)
+    assert near is not None
+    assert far is not None
+    assert (near.verdict, far.verdict) == ("near tie", "bug")
+    assert near.margin == 0.0, "the drawn token needs no lift to win its own race"
+    assert near.gap is not None
+    assert near.gap > 0.0
+
+
+def test_first_difference_counts_an_end() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], [1]) == 0
+    assert first_difference([1, 5], [1, 2, 3]) == 1
+
+
+def test_watching_changes_nothing(tiny_llama: Path) -> None:
+    audit = audit_of(tiny_llama)
+    prompts = [ids for _, ids in PROMPTS]
+    params = SamplingParams(max_tokens=TOKENS)
+    before = [result.token_ids for result in audit.drafting.generate(prompts, params)]
+    runner = audit.drafting.runner
+    with recording(audit.drafting) as steps:
+        watched = [result.token_ids for result in audit.drafting.generate(prompts, params)]
+    assert watched == before
+    assert audit.drafting.runner is runner
+    # the rows of the accepted paths and the choices after them make up the whole text
+    written: dict[int, set[int]] = {}
+    for step in steps:
+        written.setdefault(id(step.seq), set()).update(
+            step.root_position + depth for depth in range(len(step.nodes))
+        )
+    for positions in written.values():
+        assert positions == set(range(min(positions), max(positions) + 1))
+
+
+def narrow_draws(folder: Path) -> AuditPlan:
+    return plan_of(
+        folder,
+        levels=("C1",),
+        rule=rule_named("block"),
+        spec=CHAIN,
+        prompts=NARROW_PROMPTS,
+        engine_draws=600,
+        batch_size=32,
+    )
+
+
+def test_draws_through_the_engine_follow_the_target(narrow: Path) -> None:
+    plan = plan_of(
+        narrow, levels=("C1",), rule=rule_named("block"), spec=CHAIN, engine_draws=600, batch_size=32
+    )
+    audit = Audit(replace(plan, prompts=[("p", [3, 4, 2])]))
+    laws = DrawsFromLaws(12)
+    audit.drafting = Engine(audit.plain, draft=lambda view: laws, config=audit.drafting.config)
+    level = levels_of(audit)["C1"]
+    assert level.passed, level.to_dict()
+    assert sum(figure.name.startswith("engine") for figure in level.figures) == 4
+    assert all(figure.values["impossible"] == 0 for figure in level.figures)
+
+
+def test_a_wrong_law_through_the_engine_is_seen(narrow: Path) -> None:
+    """The logits of drafted rows belong to another temperature: greedy text would not show it."""
+    plan = plan_of(
+        narrow, levels=("C1",), rule=rule_named("block"), spec=CHAIN, engine_draws=600, batch_size=32
+    )
+    audit = Audit(replace(plan, prompts=[("p", [3, 4, 2])]))
+
+    class Cooler(ModelRunner):
+        def run(self, plan: list[ScheduledSequence], trees: list[DraftTree]) -> StepOutput:
+            output = super().run(plan, trees)
+            for tree, start in zip(trees, output.logits_start, strict=True):
+                if tree.num_drafted and start >= 0:
+                    output.logits[start : start + tree.num_nodes] *= 2.0
+            return output
+
+    laws = DrawsFromLaws(12)
+    audit.drafting = Engine(audit.plain, draft=lambda view: laws, config=audit.drafting.config)
+    inner = audit.drafting.runner
+    audit.drafting.runner = Cooler(inner.decoder, inner.cache, inner.boundaries)
+    assert levels_of(audit)["C1"].passed is False
+
+
+def easy_tasks(count: int = 6) -> list[Task]:
+    return [
+        Task(
+            id=str(index),
+            category=("one", "two")[index % 2],
+            difficulty=index % 2,
+            token_ids=[3, 4, 2 + index],
+            is_right=lambda text: True,
+        )
+        for index in range(count)
+    ]
+
+
+def test_the_four_baselines_of_a_lossy_rule(narrow: Path) -> None:
+    """Strict sampling costs nothing; a truncation is p cut; the rule's own law is what the rule emits."""
+    plan = plan_of(narrow, levels=("C4",), rule=rule_named("min-p-gate", {"min_p": 0.3}), spec=CHAIN)
+    audit = Audit(replace(plan, prompts=NARROW_PROMPTS, tasks=easy_tasks(), max_tokens=16))
+    laws = DrawsFromLaws(12)
+    audit.drafting = Engine(audit.plain, draft=lambda view: laws, config=audit.drafting.config)
+    record = audit.run()
+    assert record.passed
+    strict, truncated, collaborative, speculative = record.baselines
+    assert [one.name for one in record.baselines] == [
+        "strict target",
+        "truncated target",
+        "collaborative law",
+        "speculative",
+    ]
+    assert strict.prices["total_variation"] == 0.0
+    assert strict.prices["largest_overshoot"] == pytest.approx(1.0)
+    assert truncated.prices["total_variation"] > 0.0
+    assert collaborative.stats.acceptance_length == 1.0
+    assert speculative.stats.acceptance_length is not None
+    assert speculative.stats.acceptance_length > 1.0
+    assert speculative.prices["excluded_tokens"] == 0
+    assert "min-p-gate(min_p=0.3" in speculative.sentence
+    assert speculative.to_dict(easy_tasks())["scores"]["one"] == {"tasks": 3, "right": 3, "score": 1.0}
+
+
+def test_a_bounded_rule_is_held_to_its_bound_on_the_target(narrow: Path) -> None:
+    rule = rule_named("lenience", {"lenience": 0.5})
+    plain = Engine(narrow, config=EngineConfig(max_num_seqs=4, kv_tokens=512, allow_lossy=True, spec=CHAIN))
+    drafting = Engine(plain, draft=lambda view: DrawsFromLaws(12), config=plain.config)
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=1)
+    found = four_baselines(
+        plain, drafting, rule, easy_tasks(4), params, one_ahead=replace(CHAIN, max_depth=1), batch_size=4
+    )
+    speculative = found[-1]
+    assert [one.name for one in found] == ["strict target", "collaborative law", "speculative"]
+    assert 1.0 < speculative.prices["largest_overshoot"] <= 2.0 + 1e-6
+    assert speculative.prices["above_bound"] == 0
+    drafted = speculative.prices["total_variation_drafted"]
+    assert (
+        0.0 < speculative.prices["total_variation"] <= drafted < speculative.prices["draft_total_variation"]
+    )
+
+
+def test_truncated_laws_are_the_allowed_tokens_of_p() -> None:
+    p = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
+    gate = truncated_law(rule_named("top-k-gate", {"k": 2}), p)
+    assert gate is not None
+    np.testing.assert_allclose(gate, [0.625, 0.375, 0, 0, 0])
+    relaxed = truncated_law(rule_named("relaxed", {"top_n": 3, "delta": 0.25}), p)
+    assert relaxed is not None
+    np.testing.assert_allclose(relaxed, [0.625, 0.375, 0, 0, 0])
+    for name in ("thresholds", "lenience", "windowed", "mentored"):
+        knobs: dict[str, float | str] = {"threshold_acc": 0.5} if name == "thresholds" else {}
+        assert not has_truncated_law(rule_named(name, knobs))
+    assert given_knobs(rule_named("top-k-gate", {"k": 2})) == {"k": 2.0, "fallback": "truncated"}
+
+
+def test_parity_counts_discordant_tasks() -> None:
+    tasks = [
+        Task(id=str(i), category="x", difficulty=1, token_ids=[1], is_right=lambda text: text == "yes")
+        for i in range(12)
+    ]
+    yes, no = Answer(text="yes", token_ids=[1]), Answer(text="no", token_ids=[2])
+    same = audit_parity(tasks, [yes, no] * 6, [yes, no] * 6, [])
+    assert same.passed
+    worse = audit_parity(tasks, [yes] * 12, [no] * 12, [])
+    assert worse.passed is False
+    assert worse.figures[-1].values["only_plain"] == 12
+    assert worse.figures[-1].values["identical_answers"] == 0
+
+
+def test_what_a_level_cannot_decide_is_refused() -> None:
+    lenient = rule_named("lenience")
+    with pytest.raises(UsageError, match="C2"):
+        check_plan(rule=lenient, levels=("C0", "C2"), spec=CHAIN)
+    with pytest.raises(UsageError, match="chain:DEPTH"):
+        check_plan(rule=lenient, levels=("C0",), spec=TREE)
+    with pytest.raises(UsageError, match="chain:DEPTH"):
+        check_plan(rule=rule_named("block"), levels=("C2",), spec=TREE)
+    check_plan(rule=None, levels=("C2",), spec=TREE)
+    with pytest.raises(UsageError, match="C9"):
+        parse_levels("C0,C9")
+    assert parse_levels("c4, C0") == ("C0", "C4")
