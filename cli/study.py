@@ -28,6 +28,9 @@ def study(
     scores: Annotated[
         Path | None, typer.Option(help="selection.json whose scores are held against what was measured.")
     ] = None,
+    probe_tokens: Annotated[
+        int, typer.Option(help="Positions a ridge probe of every set is fitted on; 0 leaves it out.")
+    ] = 8192,
     train_tokens: Annotated[int, typer.Option(help="Answer tokens every head is trained on.")] = 40_000,
     epochs: Annotated[float, typer.Option(help="Passes over them.")] = 2.0,
     draft_vocab_size: Annotated[int, typer.Option(help="Tokens a head can say.")] = 4096,
@@ -67,6 +70,7 @@ def study(
             random_sets=random_sets,
             random_seed=random_seed,
             scores=scores,
+            probe_tokens=probe_tokens,
             train_tokens=train_tokens,
             epochs=epochs,
             draft_vocab_size=draft_vocab_size,

@@ -12,6 +12,7 @@ import torch
 from specdec.cli.console import emit_json, say
 from specdec.cli.layers import read_layers
 from specdec.cli.study_picture import draw_study
+from specdec.cli.study_probe import probe_scores
 from specdec.cli.study_report import compare, foresight, print_findings
 from specdec.cli.study_scores import subset_scores
 from specdec.hub import resolve_target
@@ -35,6 +36,7 @@ class StudyOptions:
     random_sets: int
     random_seed: int
     scores: Path | None
+    probe_tokens: int
     train_tokens: int
     epochs: float
     draft_vocab_size: int
@@ -90,6 +92,9 @@ def run_study(options: StudyOptions) -> None:
     limit = None if options.max_hours is None else begun + options.max_hours * 3600
     records = work.run(arms, until=limit)
     findings = compare(records, tap_sets)
+    if options.probe_tokens and findings:
+        measured = [finding.taps for finding in findings]
+        scores |= probe_scores(work, measured, options.probe_tokens)
     ranks = foresight(findings, scores, options.counts[0])
     first = config.training
     title = (

@@ -27,9 +27,9 @@ OPTIONS: dict[str, str] = {
         "--eval-depth --eval-every --save-every --resume"
     ),
     "study": (
-        "target --data --out --layers --k --seeds --random-sets --random-seed --scores --train-tokens "
-        "--epochs --draft-vocab-size --lr --held-out --served --served-tokens --chain --max-hours "
-        "--states-cache --keep-heads --picture"
+        "target --data --out --layers --k --seeds --random-sets --random-seed --scores --probe-tokens "
+        "--train-tokens --epochs --draft-vocab-size --lr --held-out --served --served-tokens --chain "
+        "--max-hours --states-cache --keep-heads --picture"
     ),
     "generate": (
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
@@ -38,8 +38,8 @@ OPTIONS: dict[str, str] = {
         "--lossy --seed --stop --batch-size --limit"
     ),
     "bench": (
-        "target --draft --shape --data --limit --max-tokens --batch-size --temperature --seed "
-        "--repeats --warm-up --adaptive --transformers --verify-cost --out"
+        "target --draft --shape --rule --knob --lossy --data --limit --max-tokens --batch-size "
+        "--temperature --seed --repeats --warm-up --adaptive --transformers --verify-cost --out"
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --shape --batch-size --data --limit "
