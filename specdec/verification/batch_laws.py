@@ -19,7 +19,15 @@ def rows_at(laws: Tensor, nodes: Tensor) -> Tensor:
 def normalised(laws: Tensor) -> Tensor:
     """Divide rows by their sum; rows of zeros stay."""
     mass = laws.sum(-1, keepdim=True)
-    return laws / torch.where(mass > 0.0, mass, 1.0)
+    return laws / nonzero(mass)
+
+
+def nonzero(values: Tensor) -> Tensor:
+    """Replace what is not positive by 1, to divide by.
+
+    `masked_fill`, not `where`: on a card `where` turns its number into a tensor, which waits for a copy.
+    """
+    return values.masked_fill(values <= 0.0, 1.0)
 
 
 def draw(laws: Tensor, numbers: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch
-from specdec.verification.batch_laws import draw, normalised, one_hot_like, rows_at, token_probs
+from specdec.verification.batch_laws import draw, nonzero, normalised, one_hot_like, rows_at, token_probs
 
 # (node of each sequence, p after it `[batch, vocab]`, which rows are its children `[batch, nodes]`) -> rows
 # to take, the first of which counts, and what is left of p when there is none
@@ -45,7 +45,7 @@ def _follow(tree: TreeBatch, wanted_after: Callable[[int, Tensor], Tensor]) -> B
         child = matches.byte().argmax(1)
         node = torch.where(walking, child, node)
         depth = depth + walking
-        path.append(torch.where(walking, child, -1))
+        path.append(child.masked_fill(~walking, -1))
         wanted = torch.where(walking, wanted_after(level + 1, node), wanted)
     return BatchResult(
         accepted_nodes=torch.stack(path, 1) if path else tree.parents[:, :0],
@@ -98,7 +98,7 @@ def descend(
         child = takes.byte().argmax(1)
         node = torch.where(walking, child, node)
         depth = depth + walking
-        path.append(torch.where(walking, child, -1))
+        path.append(child.masked_fill(~walking, -1))
         p = rows_at(target_probs, node)
         left = torch.where(walking.unsqueeze(1), p, left)
         left = torch.where((stops & children.any(1)).unsqueeze(1), rest, left)
@@ -125,7 +125,7 @@ class SiblingMass:
         first = children.byte().argmax(1, keepdim=True)
         tokens = torch.where(children, tree.token_ids, tree.token_ids.gather(1, first))
         return cls(
-            mass=torch.where(children & ~copies, p.gather(1, tree.token_ids), 0.0),
+            mass=p.gather(1, tree.token_ids).masked_fill(~children | copies, 0.0),
             rest=p.scatter(1, tokens, 0.0),
         )
 
@@ -133,7 +133,7 @@ class SiblingMass:
         """Chance of each child once those before it are refused, `[batch, nodes]`."""
         # summed from the end, so that the last child with mass has exactly 1 where nothing else is left
         left = self.mass.flip(1).cumsum(1).flip(1) + self.rest.sum(1, keepdim=True)
-        return self.mass / torch.where(left > 0.0, left, 1.0)
+        return self.mass / nonzero(left)
 
 
 def second_copies(tree: TreeBatch) -> Tensor:
@@ -225,6 +225,7 @@ def _sweep(
     q = rows_at(draft_probs, node)
     has_law = q.any(1)
     for row in range(1, tree.token_ids.shape[1]):
+        here = torch.full_like(node, row)
         token = tree.token_ids[:, row]
         is_child = tree.parents[:, row] == node
         # a deterministic child was drawn from the law that is sure of it
@@ -232,9 +233,7 @@ def _sweep(
         chance = token_probs(drawn_from, token)
         # a second copy of a drawn token has no chance left and is passed over
         is_tried = is_child & (chance > 0.0)
-        accepts = is_tried & (
-            numbers.accept[:, row] < token_probs(p, token) / torch.where(chance > 0.0, chance, 1.0)
-        )
+        accepts = is_tried & (numbers.accept[:, row] < token_probs(p, token) / nonzero(chance))
         rejects = (is_tried & ~accepts).unsqueeze(1)
         left = (p - drawn_from).clamp_(min=0.0)
         has_left = left.sum(1, keepdim=True) > 0.0
@@ -242,9 +241,9 @@ def _sweep(
         if remove_drawn:
             undrawn = normalised(q.scatter(1, token.unsqueeze(1), 0.0))
             q = torch.where(rejects, undrawn, q)
-        path.scatter_(1, depth.unsqueeze(1), torch.where(accepts, row, -1).unsqueeze(1))
+        path.scatter_(1, depth.unsqueeze(1), here.masked_fill(~accepts, -1).unsqueeze(1))
         depth = depth + accepts
-        node = torch.where(accepts, row, node)
+        node = torch.where(accepts, here, node)
         p = torch.where(accepts.unsqueeze(1), rows_at(target_probs, node), p)
         q = torch.where(accepts.unsqueeze(1), rows_at(draft_probs, node), q)
         has_law = torch.where(accepts, q.any(1), has_law)

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch
-from specdec.verification.batch_laws import draw, normalised, one_hot_like, rows_at, token_probs
+from specdec.verification.batch_laws import draw, nonzero, normalised, one_hot_like, rows_at, token_probs
 from specdec.verification.batched import is_leaf
 
 
 def _pass_probability(weight: Tensor, mass: Tensor) -> Tensor:
     """Return R / (R + 1 - w); 1 where nothing can be rejected."""
     denominator = mass + 1.0 - weight
-    return torch.where(denominator > 0.0, mass / torch.where(denominator > 0.0, denominator, 1.0), 1.0)
+    return (mass / nonzero(denominator)).masked_fill(denominator <= 0.0, 1.0)
 
 
 def _next_weight(weight: Tensor, p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     """Return min(1, w p(x) / q(x)); 0 where q excludes the token (rows that are no node)."""
     chance = token_probs(q, token)
-    ratio = weight * token_probs(p, token) / torch.where(chance > 0.0, chance, 1.0)
-    return torch.where(chance > 0.0, ratio.clamp(max=1.0), 0.0)
+    ratio = weight * token_probs(p, token) / nonzero(chance)
+    return ratio.clamp(max=1.0).masked_fill(chance <= 0.0, 0.0)
 
 
 def block_batch(
@@ -52,7 +52,7 @@ def block_batch(
             height = torch.where(has_child, _pass_probability(weight, mass), weight)
             next_weight = _next_weight(weight, p, q, tree.token_ids[:, row + 1])
         passes = (row < tree.num_nodes) & (numbers.accept[:, row] < height)
-        last = torch.where(passes & (row > 0), row, last)
+        last = last.masked_fill(passes, row)
         weight_at_last = torch.where(last == row, weight, weight_at_last)
         weight = next_weight
     is_bonus = last + 1 == tree.num_nodes
@@ -61,7 +61,7 @@ def block_batch(
     keeps_p = is_bonus.unsqueeze(1) | ~left.any(1, keepdim=True)
     rows = torch.arange(1, tree.max_depth + 1, device=last.device).expand(len(last), -1)
     return BatchResult(
-        accepted_nodes=torch.where(rows <= last.unsqueeze(1), rows, -1),
+        accepted_nodes=rows.masked_fill(rows > last.unsqueeze(1), -1),
         num_accepted=last,
         next_token_ids=draw(
             torch.where(keeps_p, p, left), torch.where(is_bonus, numbers.bonus, numbers.residual)
@@ -144,7 +144,7 @@ def traversal_batch(
     is_bonus = is_leaf(tree, _entry(nodes, level))
     depths = torch.arange(1, num_levels, device=level.device)
     return BatchResult(
-        accepted_nodes=torch.where(depths <= level.unsqueeze(1), nodes[:, 1:], -1),
+        accepted_nodes=nodes[:, 1:].masked_fill(depths > level.unsqueeze(1), -1),
         num_accepted=level,
         next_token_ids=draw(_row(laws, level), torch.where(is_bonus, numbers.bonus, numbers.residual)),
         is_bonus=is_bonus,

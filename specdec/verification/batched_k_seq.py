@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch
-from specdec.verification.batch_laws import rows_at
+from specdec.verification.batch_laws import nonzero, rows_at
 from specdec.verification.batched import SiblingMass, descend
 
 # rho lies in an interval as long as the number of siblings: 40 halvings leave less than a billionth of it
@@ -65,4 +65,4 @@ def _least_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
 def _num_tries(beta: Tensor, count: Tensor) -> Tensor:
     """Expected number of siblings looked at when each is taken with probability beta."""
     refused = 1.0 - beta.clamp(max=1.0)
-    return torch.where(beta > 0.0, (1.0 - refused**count) / torch.where(beta > 0.0, beta, 1.0), count)
+    return torch.where(beta > 0.0, (1.0 - refused**count) / nonzero(beta), count.to(beta.dtype))
