@@ -114,18 +114,8 @@ def test_the_command_writes_table_picture_and_json(
         str(tiny_llama),
         *("--data", str(answers), "--out", str(out), "--layers", "mine=1,3", "--k", "2,1", "--seeds", "1"),
         *("--random-sets", "1", "--train-tokens", "40", "--held-out", "3", "--served", "1"),
-        *(
-            "--served-tokens",
-            "4",
-            "--epochs",
-            "1",
-            "--draft-vocab-size",
-            "64",
-            "--picture",
-            str(picture),
-            "--probe-tokens",
-            "48",
-        ),
+        *("--served-tokens", "4", "--epochs", "1", "--draft-vocab-size", "64"),
+        *("--picture", str(picture), "--probe-tokens", "48"),
     ]
     assert main(words) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
