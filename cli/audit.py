@@ -39,7 +39,8 @@ def audit(
     limit: Annotated[int, typer.Option(min=1, help="Prompts used.")] = 16,
     tasks: Annotated[str, typer.Option(help="Exact-match tasks: easy, gsm8k.")] = "easy,gsm8k",
     task_limit: Annotated[int, typer.Option(min=1, help="Tasks used of each set.")] = 24,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of C2 to C4.")] = 64,
+    task_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer to a task.")] = 160,
     draws: Annotated[int, typer.Option(min=100, help="Draws of each rule on tensors (C1).")] = 20000,
     engine_draws: Annotated[
         int, typer.Option(min=0, help="Answers through the engine (C1); 0 leaves it out.")
@@ -78,6 +79,7 @@ def audit(
             tasks=[name.strip() for name in tasks.split(",") if name.strip()],
             task_limit=task_limit,
             max_tokens=max_tokens,
+            task_tokens=task_tokens,
             draws=draws,
             engine_draws=engine_draws,
             temperature=temperature,

@@ -48,6 +48,7 @@ class AuditOptions:
     tasks: list[str]
     task_limit: int
     max_tokens: int
+    task_tokens: int
     draws: int
     engine_draws: int
     temperature: float
@@ -101,6 +102,7 @@ def run_audit(options: AuditOptions) -> dict[str, Any]:
         ],
         tasks=exact_match_tasks(options.tasks, options.task_limit, encode) if needs_tasks else (),
         max_tokens=options.max_tokens,
+        task_tokens=options.task_tokens,
         draws=options.draws,
         engine_draws=options.engine_draws,
         temperature=options.temperature,
@@ -167,6 +169,7 @@ def _run_record(options: AuditOptions, plan: AuditPlan, encoder: PromptEncoder) 
             "prompts": len(plan.prompts),
             "tasks": len(plan.tasks),
             "max_tokens": plan.max_tokens,
+            "task_tokens": plan.task_tokens,
             "draws": plan.draws,
             "engine_draws": plan.engine_draws,
             "temperature": plan.temperature,

@@ -28,7 +28,7 @@ def sweep(
     ] = None,
     tasks: Annotated[str, typer.Option(help="Exact-match tasks: easy, gsm8k.")] = "easy,gsm8k",
     task_limit: Annotated[int, typer.Option(min=1, help="Tasks used of each set.")] = 24,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 160,
     temperature: Annotated[float, typer.Option(help="0 is greedy, for exact rules only.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow lossy rules among --rule.")] = False,

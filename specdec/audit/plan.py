@@ -34,7 +34,8 @@ class AuditPlan:
         rule: the rule requests name; None: exact verification as served by default.
         prompts: names and token ids, for C1 to C4.
         tasks: for C5 and the baselines of a lossy rule.
-        max_tokens: of every answer.
+        max_tokens: of the answers of C2 to C4.
+        task_tokens: of the answers to tasks.
         draws: of every test on tensors (C1).
         engine_draws: answers a prompt through the engine (C1).
         temperature: of a lossy rule's baselines.
@@ -51,6 +52,7 @@ class AuditPlan:
     prompts: Sequence[tuple[str, list[int]]]
     tasks: Sequence[Task]
     max_tokens: int
+    task_tokens: int
     draws: int
     engine_draws: int
     temperature: float

@@ -53,15 +53,16 @@ class Audit:
         self.plan = plan
         self._report = report
         longest = max(
-            (len(ids) for ids in [*(p[1] for p in plan.prompts), *(t.token_ids for t in plan.tasks)]),
-            default=1,
+            *(len(ids) + plan.max_tokens for _, ids in plan.prompts),
+            *(len(task.token_ids) + plan.task_tokens for task in plan.tasks),
+            plan.max_tokens,
         )
         # a tree, or the nodes grown on the way to it, behind the longest text
         behind = max(plan.spec.max_nodes, plan.spec.top_k * plan.spec.max_depth)
         config = EngineConfig(
             dtype=plan.dtype,
             max_num_seqs=plan.batch_size,
-            kv_tokens=plan.batch_size * (longest + plan.max_tokens + behind + 48),
+            kv_tokens=plan.batch_size * (longest + behind + 48),
             allow_lossy=plan.lossy,
             spec=replace(plan.spec, adaptive=False),
         )
@@ -233,7 +234,10 @@ class Audit:
     def _parity(self) -> LevelResult:
         plan = self.plan
         answers: dict[str, list[Answer]] = {"plain": [], "speculated": []}
-        requests = {"plain": SamplingParams(max_tokens=plan.max_tokens), "speculated": self._request()}
+        requests = {
+            "plain": SamplingParams(max_tokens=plan.task_tokens),
+            "speculated": replace(self._request(), max_tokens=plan.task_tokens),
+        }
         for start in range(0, len(plan.tasks), plan.batch_size):
             batch = plan.tasks[start : start + plan.batch_size]
             for name, engine in (("plain", self.plain), ("speculated", self.drafting)):
@@ -244,7 +248,7 @@ class Audit:
             plan.tasks,
             answers["plain"],
             answers["speculated"],
-            [f"greedy, up to {plan.max_tokens} tokens, batch {plan.batch_size}"],
+            [f"greedy, up to {plan.task_tokens} tokens, batch {plan.batch_size}"],
         )
 
     def _baselines(self) -> list[Baseline]:
@@ -255,7 +259,7 @@ class Audit:
             self.drafting,
             plan.rule,
             plan.tasks,
-            SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens, seed=plan.seed),
+            SamplingParams(temperature=plan.temperature, max_tokens=plan.task_tokens, seed=plan.seed),
             one_ahead=SpecConfig(max_depth=1, max_nodes=1, top_k=1, adaptive=False),
             batch_size=plan.batch_size,
             on_progress=lambda name, done: self._report(f"{name}: {done} of {len(plan.tasks)} tasks"),

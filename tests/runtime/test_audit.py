@@ -156,6 +156,7 @@ def plan_of(folder: Path, **settings: Any) -> AuditPlan:
         "prompts": PROMPTS,
         "tasks": (),
         "max_tokens": TOKENS,
+        "task_tokens": 16,
         "draws": 100,
         "engine_draws": 0,
         "temperature": 1.0,
@@ -395,7 +396,7 @@ def easy_tasks(count: int = 6) -> list[Task]:
 def test_the_four_baselines_of_a_lossy_rule(narrow: Path) -> None:
     """Strict sampling costs nothing; a truncation is p cut; the rule's own law is what the rule emits."""
     plan = plan_of(narrow, levels=("C4",), rule=rule_named("min-p-gate", {"min_p": 0.3}), spec=CHAIN)
-    audit = Audit(replace(plan, prompts=NARROW_PROMPTS, tasks=easy_tasks(), max_tokens=16))
+    audit = Audit(replace(plan, prompts=NARROW_PROMPTS, tasks=easy_tasks()))
     laws = DrawsFromLaws(12)
     audit.drafting = Engine(audit.plain, draft=lambda view: laws, config=audit.drafting.config)
     record = audit.run()
