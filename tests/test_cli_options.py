@@ -43,7 +43,7 @@ OPTIONS: dict[str, str] = {
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --shape --batch-size --data --limit "
-        "--tasks --task-limit --max-tokens --draws --engine-draws --temperature --seed --out"
+        "--tasks --task-limit --max-tokens --task-tokens --draws --engine-draws --temperature --seed --out"
     ),
     "sweep": (
         "target --out --draft --rule --shape --batch-size --tasks --task-limit --max-tokens --temperature "
