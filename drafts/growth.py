@@ -4,12 +4,15 @@ Two ways. Best first, the dynamic tree of EAGLE-2 (arXiv:2406.16858, sections 4.
 nodes by path score grow at each depth, and the best `max_nodes` over all depths stay. Scores are
 log-probabilities, or, coupled, those of winning the race that the target's own draw will run: the law
 softmax(log q - log E) of the noise E at hand. Drawn: children come from q, so the shape must not depend on
-what came out; it is fixed by draw ranks alone (`ranked_shape`). Does not know the head's layer or its cache.
+what came out; it is fixed by draw ranks alone (`ranked_shape`). A request's own constraints and penalties
+hold for the head's logits too, each node with its own path as history, or drafts would be spent on what the
+target may not say. Does not know the head's layer or its cache.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -18,8 +21,9 @@ from torch import Tensor
 
 from specdec.drafter import DraftRequest
 from specdec.drafts.vocab import DraftVocab
+from specdec.errors import BadLogitsError
 from specdec.sampling import as_law, process_logits
-from specdec.tree import DraftTree
+from specdec.tree import DraftTree, path_to
 from specdec.verification.draws import draw_children
 
 # how often a walk goes on to the child of each draw rank, later ranks a constant share of the one before;
@@ -39,12 +43,13 @@ class TreeGrowth(ABC):
         frontier: nodes whose children come next.
     """
 
-    def __init__(self, request: DraftRequest, vocab_ids: list[int]) -> None:
+    def __init__(self, request: DraftRequest, vocab: DraftVocab, vocab_ids: list[int]) -> None:
         self.request = request
         self.tokens = [request.seq.token_ids[-1]]
         self.parents = [-1]
         self.scores = [0.0]
         self.frontier = [0]
+        self._vocab = vocab
         self._vocab_ids = vocab_ids
         self._depth = 0
 
@@ -57,12 +62,27 @@ class TreeGrowth(ABC):
         Returns:
             For each node of the next frontier, its parent's row in `logits`.
         """
-        parent_rows = self._add_children(logits)
+        parent_rows = self._add_children(self._processed(logits))
         self._depth += 1
         if self._depth >= self.request.max_depth:
             self.frontier = []
             return []
         return parent_rows
+
+    def _processed(self, logits: Tensor) -> Tensor:
+        """What the request makes of the head's logits; rows of -inf where it leaves nothing to say."""
+        seq = self.request.seq
+        if seq.processor is None:
+            return logits
+        processed = torch.full_like(logits, float("-inf"))
+        for row, node in enumerate(self.frontier):
+            wide = logits.new_full((self._vocab.vocab_size,), float("-inf"))
+            wide[self._vocab.ids] = logits[row]
+            path = [self.tokens[ancestor] for ancestor in path_to(self.parents, node)[1:]]
+            # the target's own choice is made elsewhere; here it is only known that nothing can be drafted
+            with suppress(BadLogitsError):
+                processed[row] = seq.processor.process(wide, seq.token_ids, path)[self._vocab.ids]
+        return processed
 
     def _add(self, parent: int, draft_id: int, score: float) -> int:
         self.tokens.append(self._vocab_ids[draft_id])
@@ -113,10 +133,6 @@ class BestFirstGrowth(TreeGrowth):
 class CoupledGrowth(BestFirstGrowth):
     """Best first by the chance to win the target's race; the noise of a position is the same everywhere."""
 
-    def __init__(self, request: DraftRequest, vocab: DraftVocab, vocab_ids: list[int]) -> None:
-        super().__init__(request, vocab_ids)
-        self._vocab = vocab
-
     def _log_scores(self, logits: Tensor) -> Tensor:
         seq = self.request.seq
         q = process_logits(logits, seq.params)
@@ -129,9 +145,8 @@ class DrawnGrowth(TreeGrowth):
     """Children drawn from q, in a shape that draw ranks alone decide."""
 
     def __init__(self, request: DraftRequest, vocab: DraftVocab, vocab_ids: list[int]) -> None:
-        super().__init__(request, vocab_ids)
+        super().__init__(request, vocab, vocab_ids)
         assert request.mode in ("iid", "without_replacement"), f"{request.mode} is no way of drawing"
-        self._vocab = vocab
         self._shape = ranked_shape(request.max_depth, request.top_k, request.max_nodes)
         self._ranks: list[tuple[int, ...]] = [()]
         self._laws: dict[int, Tensor] = {}
@@ -142,7 +157,7 @@ class DrawnGrowth(TreeGrowth):
         next_frontier, parent_rows = [], []
         for row, node in enumerate(self.frontier):
             count = self._shape.get(self._ranks[node], 0)
-            # a head that computes NaN has nothing to draw from; the target goes on alone
+            # nothing to draw from: the request forbids it all, or the head computes NaN
             if count == 0 or not bool(laws[row].isfinite().all()):
                 continue
             q = as_law(laws[row])
@@ -197,7 +212,7 @@ def ranked_shape(max_depth: int, top_k: int, max_nodes: int) -> dict[tuple[int, 
 def start_growth(request: DraftRequest, vocab: DraftVocab, vocab_ids: list[int]) -> TreeGrowth:
     """The growth a request asks for; `vocab_ids` is `vocab.ids` as a list."""
     if request.mode == "deterministic":
-        return BestFirstGrowth(request, vocab_ids)
+        return BestFirstGrowth(request, vocab, vocab_ids)
     if request.mode == "coupled":
         return CoupledGrowth(request, vocab, vocab_ids)
     return DrawnGrowth(request, vocab, vocab_ids)

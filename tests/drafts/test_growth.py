@@ -18,6 +18,7 @@ from scipy.stats import chi2
 from specdec.drafter import DraftMode, DraftRequest
 from specdec.drafts.growth import TreeGrowth, ranked_shape, start_growth
 from specdec.drafts.vocab import DraftVocab
+from specdec.processors import RequestProcessor
 from specdec.random_streams import RandomStream, UniformSource
 from specdec.rule_choice import draft_mode
 from specdec.sampling import process_logits
@@ -41,11 +42,20 @@ DRAWING_TREE_RULES = [rule.name for rule in EXACT_RULES if rule.uses_draft_probs
 SAMPLED = SamplingParams(temperature=1.0)
 
 
+def processor_of(params: SamplingParams) -> RequestProcessor | None:
+    if not params.changes_logits:
+        return None
+    words = [tuple(word) for word in params.bad_words if not isinstance(word, str)]
+    return RequestProcessor(params, prompt_len=POSITION + 1, stop_ids=frozenset(), bad_words=words)
+
+
 def request(
     stream: Any, shape: tuple[int, int, int], mode: DraftMode, params: SamplingParams = SAMPLED
 ) -> DraftRequest:
     depth, top_k, nodes = shape
-    seq: Any = SimpleNamespace(token_ids=[0] * (POSITION + 1), params=params, stream=stream)
+    seq: Any = SimpleNamespace(
+        token_ids=[0] * (POSITION + 1), params=params, stream=stream, processor=processor_of(params)
+    )
     return DraftRequest(seq=seq, max_nodes=nodes, max_depth=depth, top_k=top_k, mode=mode)
 
 
@@ -170,6 +180,29 @@ def test_q_has_the_requests_temperature_and_filters(params: SamplingParams) -> N
     assert tree.draft_probs is not None
     assert torch.allclose(tree.draft_probs[0], expected, atol=1e-14)
     assert all(expected[token] > 0 for token in tree.token_ids[1:])
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "without_replacement", "iid", "coupled"])
+def test_what_a_request_forbids_is_not_drafted(mode: DraftMode) -> None:
+    """Each node with its own path as history: a frequency penalty spares what the path does not have."""
+    _, draft = toy_models("plain", 8)
+    params = SamplingParams(
+        temperature=1.0, allowed_token_ids=(1, 2, 6, 7), bad_words=((7, 6),), frequency_penalty=2.0
+    )
+    for seed in range(20):
+        tree, _ = grown(request(RandomStream(seed), (3, 3, 9), mode, params), draft, DraftVocab.full(8))
+        assert tree.num_drafted > 2
+        assert set(tree.token_ids[1:]) <= {1, 2, 6, 7}
+        assert all(
+            (tree.token_ids[parent], token) != (7, 6)
+            for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True)
+            if parent > 0
+        )
+    wanted = request(
+        RandomStream(0), (2, 2, 3), mode, SamplingParams(temperature=1.0, allowed_token_ids=(4,))
+    )
+    nothing, _ = grown(wanted, draft, DraftVocab(torch.tensor([0, 1, 2, 3]), 8))
+    assert nothing.num_drafted == 0, "the head does not know the only token that is allowed"
 
 
 def test_a_coupled_draft_that_knows_p_proposes_what_the_target_draws() -> None:
