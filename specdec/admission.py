@@ -6,6 +6,7 @@ Owns every check on a single request; knows nothing of other requests or of the 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
@@ -20,6 +21,7 @@ from specdec.rule_choice import choose_rule, depends_on_drafts
 from specdec.sampling_params import SamplingParams
 from specdec.sequence import Sequence, check_prompt
 from specdec.speculation import SpeculationController
+from specdec.verification.rules import Rule
 
 # tokens of the prompt that the detokenizer sees, so that an answer's first token is decoded in context
 PROMPT_TAIL = 8
@@ -35,6 +37,7 @@ class Admission:
     drafter: Drafter | None
     max_model_len: int
     pool_rows: int
+    rules: Mapping[str, Rule]
     grammars: GrammarCompiler
 
     def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
@@ -49,7 +52,7 @@ class Admission:
             raise SpecdecError("stop strings need a tokenizer, which the target lacks; use stop_token_ids")
         self._check_ids(params)
         spec = (params.spec or self.config.spec) if self.drafter and params.speculate else None
-        rule = choose_rule(params, spec, self.drafter, allow_lossy=self.config.allow_lossy)
+        rule = choose_rule(params, spec, self.drafter, rules=self.rules, allow_lossy=self.config.allow_lossy)
         needs_whole_trees = spec is not None and depends_on_drafts(rule)
         behind = self._rows_behind(spec) if spec and needs_whole_trees else 0
         stop_ids = set(params.stop_token_ids)

@@ -34,7 +34,9 @@ from specdec.runner import ModelRunner, StepOutput
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.tree import DraftTree, chain_tree
+from specdec.verification.registry import RULES
 from specdec.verification.result import VerifyResult
+from specdec.verification.rules import Rule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,6 +60,7 @@ class Engine:
         draft: None, a drafter spelling for `specdec.drafts` ("ngram", a draft folder, or
             "ngram+FOLDER"), or a drafter built by the caller from the engine's `TargetView`.
         config: sizes and speculation defaults.
+        rules: verification rules of the caller's own (a judge's), which requests then name as any other.
 
     Raises:
         SpecdecError: an unsupported or damaged target, a draft that does not belong to it, or a KV
@@ -69,6 +72,7 @@ class Engine:
         target: str | Path | Engine,
         draft: str | Path | Callable[[TargetView], Drafter] | None = None,
         config: EngineConfig | None = None,
+        rules: Iterable[Rule] = (),
     ) -> None:
         share: Engine | None = target if isinstance(target, Engine) else None
         self.config: EngineConfig = config or (share.config if share else EngineConfig())
@@ -117,6 +121,7 @@ class Engine:
             drafter=self.drafter,
             max_model_len=self.max_model_len,
             pool_rows=self.blocks.num_blocks * self.blocks.block_size,
+            rules={**RULES, **{rule.name: rule for rule in rules}},
             grammars=share.admission.grammars
             if share
             else GrammarCompiler(

@@ -7,12 +7,15 @@ work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from specdec.config import SpecConfig
 from specdec.drafter import Drafter, DraftMode
 from specdec.errors import SpecdecError
 from specdec.sampling_params import SamplingParams
 from specdec.verification.coupled import COUPLED
 from specdec.verification.greedy import GREEDY
+from specdec.verification.judge import JUDGE
 from specdec.verification.registry import RULES, rule_named
 from specdec.verification.rules import BoundRule, Rule, bind
 
@@ -25,7 +28,12 @@ DEFAULT_WITHOUT_DRAFTS = "coupled"
 
 
 def choose_rule(
-    params: SamplingParams, spec: SpecConfig | None, drafter: Drafter | None, *, allow_lossy: bool
+    params: SamplingParams,
+    spec: SpecConfig | None,
+    drafter: Drafter | None,
+    *,
+    rules: Mapping[str, Rule] = RULES,
+    allow_lossy: bool,
 ) -> BoundRule:
     """The rule of a request, with its knobs.
 
@@ -35,6 +43,7 @@ def choose_rule(
         params: the request's.
         spec: how it speculates, None if it does not.
         drafter: who proposes, None for nobody.
+        rules: those there are, by name.
         allow_lossy: whether rules may change the text's law.
 
     Raises:
@@ -44,7 +53,7 @@ def choose_rule(
         if params.rule_knobs:
             raise SpecdecError(f"rule_knobs ({_knobs(params)}) belong to a rule; name it with rule")
         return bind(GREEDY if params.greedy else RULES[_default(spec, drafter)], {})
-    bound = rule_named(params.rule, params.rule_knobs)
+    bound = rule_named(params.rule, params.rule_knobs, rules)
     rule = bound.rule
     if rule.kind != "lossless":
         _check_lossy(bound, params, allow_lossy)
@@ -85,6 +94,11 @@ def _check_lossy(bound: BoundRule, params: SamplingParams, allow_lossy: bool) ->
         raise SpecdecError(
             f"rule ({bound.label}) is lossy, the text would not have the target's law; allow it with "
             "allow_lossy (--lossy), or name an exact rule"
+        )
+    if bound.rule is JUDGE:
+        raise SpecdecError(
+            "rule (judge) needs a judge, and none is built in; give the engine your own: "
+            "Engine(..., rules=[specdec.verification.judge.judge_rule(judge)])"
         )
     if params.greedy:
         raise SpecdecError(

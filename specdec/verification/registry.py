@@ -6,6 +6,7 @@ listed here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import SpecdecError
@@ -42,15 +43,15 @@ LOSSY_RULES: tuple[Rule, ...] = (*GATES, THRESHOLDS, WINDOWED, *COLLABORATIVE, *
 RULES: dict[str, Rule] = {rule.name: rule for rule in (*EXACT_RULES, *LOSSY_RULES)}
 
 
-def rule_named(name: str, knobs: GivenKnobs | None = None) -> BoundRule:
+def rule_named(name: str, knobs: GivenKnobs | None = None, rules: Mapping[str, Rule] = RULES) -> BoundRule:
     """Look a rule up and set its knobs; what is not given keeps its default.
 
     Raises:
         SpecdecError: an unknown rule or knob, or a value out of range.
     """
-    if name not in RULES:
-        raise SpecdecError(f"rule {name} is not known; the rules are: {', '.join(RULES)}")
-    return bind(RULES[name], knobs or {})
+    if name not in rules:
+        raise SpecdecError(f"rule {name} is not known; the rules are: {', '.join(rules)}")
+    return bind(rules[name], knobs or {})
 
 
 def describe(rule: Rule) -> dict[str, Any]:

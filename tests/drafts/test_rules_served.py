@@ -26,6 +26,7 @@ from specdec.hf import load_hf_model
 from specdec.provenance import folder_fingerprint
 from specdec.rule_choice import draft_mode
 from specdec.sequence import SamplingParams
+from specdec.verification.judge import judge_rule
 from specdec.verification.registry import EXACT_RULES, LOSSY_RULES, rule_named
 
 PROMPTS = [
@@ -299,6 +300,19 @@ def test_requests_of_one_batch_have_their_own_rules(plain: Engine, head: Path) -
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
     assert [result.lossless for result in together] == [True, True, False, True, False, True]
     assert together[4].rule.startswith("lenience(")
+
+
+def test_a_judge_of_the_callers_is_a_rule_like_any_other(plain: Engine, head: Path) -> None:
+    config = EngineConfig(kv_tokens=2048, spec=CHAIN, allow_lossy=True)
+    lenient = judge_rule(lambda tree, node: True)
+    params = replace(SAMPLED, rule="judge", seed=1)
+    with pytest.raises(SpecdecError, match=r"rule \(judge\) needs a judge.*judge_rule"):
+        Engine(plain, draft=str(head), config=config).generate(PROMPTS[:1], params)
+    engine = Engine(plain, draft=str(head), config=config, rules=[lenient])
+    results = engine.generate(PROMPTS, params)
+    assert {(result.rule, result.lossless) for result in results} == {("judge", False)}
+    # whatever was drafted stands: 3 drafts and the bonus a step
+    assert all(result.stats.accepted == result.stats.drafted for result in results)
 
 
 @pytest.mark.parametrize(("rule", "mode"), [("iid", "k-seq"), ("coupled", "coupled")])
