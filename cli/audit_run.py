@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from specdec.audit.levels import CLAIMS, LevelResult, parse_levels
 from specdec.audit.plan import AuditPlan, AuditRecord, check_plan
 from specdec.audit.run import Audit
-from specdec.cli.console import print_table, say
+from specdec.cli.console import LINE_INTERVAL_S, print_table, say
 from specdec.cli.datasets import load_prompts, prompt_file
 from specdec.cli.outputs import require_writable
 from specdec.cli.paper import Notes, Paper, Section, Table, cell_text, write_paper
@@ -74,6 +75,20 @@ def chosen_rule(rule: str | None, lossy: str | None, knobs: list[str]) -> BoundR
     return bound
 
 
+class _Spaced:
+    """Says what is being done, each thing once and counts some seconds apart."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, message: str) -> None:
+        # counts begin with a digit behind the level's name
+        counting = message.partition(": ")[2][:1].isdigit()
+        if not counting or time.monotonic() - self._last >= LINE_INTERVAL_S:
+            self._last = time.monotonic()
+            say(message)
+
+
 def run_audit(options: AuditOptions) -> dict[str, Any]:
     """Audit, print, write the folder; returns the summary for the JSON line."""
     rule = chosen_rule(options.rule, options.lossy, options.knobs)
@@ -108,7 +123,7 @@ def run_audit(options: AuditOptions) -> dict[str, Any]:
         temperature=options.temperature,
         seed=options.seed,
     )
-    audit = Audit(plan, say)
+    audit = Audit(plan, _Spaced())
     record = audit.run()
     for level in record.levels:
         _print_level(level)

@@ -1,6 +1,6 @@
 """The picture of a sweep: fidelity against cost, and against the linear front of section 3.0.
 
-Left: total variation a token against the target's milliseconds a committed token; points that another
+Left: total variation a token against the target's processor time a committed token; points that another
 dominates are hollow. Right: total variation at drafted positions against the share of drafts rejected there;
 no rule that verifies one draft can lie below the line TV = TV(p, q) - rejection. Printable without colour:
 drafts differ by marker, and rules are numbered.
@@ -60,10 +60,10 @@ def _cost_panel(
     for record in records:
         if record["total_variation"] is None:
             continue
-        _point(axes, record, record["verify_ms_per_token"], record["total_variation"], markers, numbers)
+        _point(axes, record, record["verify_cpu_ms_per_token"], record["total_variation"], markers, numbers)
     axes.set_yscale("symlog", linthresh=LEAST_VARIATION)
     axes.set_ylim(bottom=-LEAST_VARIATION / 3)
-    axes.set_xlabel("target ms per committed token (measured)")
+    axes.set_xlabel("processor ms of the target per committed token")
     axes.set_ylabel("total variation from the target's law, per token")
     axes.set_title("cost and fidelity: lower left is better; hollow: dominated", fontsize=9)
     axes.grid(color="#dddddd", linewidth=0.6)

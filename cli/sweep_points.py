@@ -1,9 +1,10 @@
 """The points of a sweep: what is combined with what, how a point is spelled, and which are dominated.
 
 Owns the grid and the Pareto order. Axes, in which less is better: verify cost per committed token (FLOPs, and
-measured milliseconds), minus acceptance length, distance from the target's law (total variation a token),
-draft training cost (target tokens read), memory. A point is dominated when another one of the same batch size
-is no worse on every axis and better on one; point estimates are compared, intervals are given beside them.
+measured processor milliseconds), minus acceptance length, distance from the target's law (total variation a
+token), draft training cost (target tokens read), memory. A point is dominated when another one of the same
+batch size is no worse on every axis and better on one; point estimates are compared, intervals are given
+beside them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PLAIN = "none"
 # name of a figure -> 1 where less is better, -1 where more is
 AXES: dict[str, int] = {
     "verify_gflops_per_token": 1,
-    "verify_ms_per_token": 1,
+    "verify_cpu_ms_per_token": 1,
     "acceptance_length": -1,
     "total_variation": 1,
     "training_target_tokens": 1,

@@ -31,6 +31,7 @@ COLUMNS = {
     "accept length": "acceptance_length",
     "interval": "acceptance_length_interval",
     "GFLOP/token": "verify_gflops_per_token",
+    "target cpu ms/token": "verify_cpu_ms_per_token",
     "target ms/token": "verify_ms_per_token",
     "draft ms/token": "draft_ms_per_token",
     "TV/token": "total_variation",
