@@ -30,13 +30,13 @@ from specdec.tree import DraftTree
 from specdec.verification.enumeration import toy_models
 from specdec.verification.laws import Law, argmax_law, one_hot
 from specdec.verification.result import ProbRows, VerifyResult
-from specdec.verification.rules import BoundRule, DraftGuarantee, Knobs, Rule, bind
+from specdec.verification.rules import BoundRule, DraftGuarantee, Knobs, Rule, RuleKind, bind
 from specdec.verification.walk import draft_row
 
 # a set that a rule without a knob for it allows is found among the target's best tokens
 PROBED = 50
-STRICT, TRUNCATED = "strict target", "truncated target"
-COLLABORATIVE, SPECULATIVE = "collaborative law", "speculative"
+STRICT, TRUNCATED = "strict-target", "truncated-target"
+COLLABORATIVE, SPECULATIVE = "collaborative-law", "speculative"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +101,28 @@ def has_truncated_law(rule: BoundRule) -> bool:
     return truncated_law(rule, target(())) is not None
 
 
-def direct_rule(name: str, sentence: str, law_at: LawAt, draft: DraftGuarantee) -> BoundRule:
-    """A rule that accepts nothing and draws each token from a law of p and q."""
+def direct_rules(rule: BoundRule) -> list[Rule]:
+    """The ways of direct sampling a rule is compared with, as rules an engine can be given.
 
+    Each accepts nothing and draws every token from its law.
+    """
+    rules = [_direct(STRICT, "lossless", "any", "every token is drawn from the target's law p", _strict)]
+    if has_truncated_law(rule):
+        cut: LawAt = lambda p, q: truncated_law(rule, p)
+        sentence = "every token is drawn from p cut to the tokens the rule allows"
+        rules.append(_direct(TRUNCATED, "truncation-based", "any", sentence, cut))
+    if rule.rule.emitted_law is not None:
+        draft: DraftGuarantee = "any" if rule.rule.draft in ("any", "deterministic") else "sampled"
+        sentence = "every token is drawn from the law the rule emits from p and q"
+        rules.append(_direct(COLLABORATIVE, "collaborative", draft, sentence, emitted_by(rule)))
+    return rules
+
+
+def _strict(p: Law, q: Law | None) -> Law:
+    return p
+
+
+def _direct(name: str, kind: RuleKind, draft: DraftGuarantee, sentence: str, law_at: LawAt) -> Rule:
     def verify(
         tree: DraftTree, target_probs: ProbRows, stream: UniformSource, position: int, knobs: Knobs
     ) -> VerifyResult:
@@ -117,17 +136,27 @@ def direct_rule(name: str, sentence: str, law_at: LawAt, draft: DraftGuarantee) 
             next_kind="recovered" if tree.num_drafted else "bonus",
         )
 
-    rule = Rule(
+    def emitted(p: Law, q: Law, knobs: Knobs) -> Law:
+        law = law_at(p, q)
+        assert law is not None, "only declared laws are drawn from"
+        return law
+
+    def bonus(p: Law, knobs: Knobs) -> Law:
+        law = law_at(p, None)
+        assert law is not None, "only declared laws are drawn from"
+        return law
+
+    return Rule(
         name=name,
-        kind="collaborative",
+        kind=kind,
         topology="tree",
         draft=draft,
-        emitted_law=None,
+        emitted_law=emitted,
+        bonus_law=bonus,
         overshoot_bound=lambda knobs: None,
         sentence=sentence,
         verify=verify,
     )
-    return bind(rule, {})
 
 
 def given_knobs(rule: BoundRule) -> dict[str, float | str]:
@@ -148,12 +177,10 @@ def root_law(tree: DraftTree, vocab: int) -> Law | None:
 
 def decode_by(
     engine: Engine,
-    rule: BoundRule | None,
-    law_at: LawAt,
+    rule: BoundRule,
     tasks: Sequence[Task],
     params: SamplingParams,
     *,
-    bound: float | None,
     name: str,
     sentence: str,
     batch_size: int,
@@ -162,12 +189,10 @@ def decode_by(
     """Answer the tasks and price the law along the texts.
 
     Args:
-        engine: with the drafter, if any.
-        rule: takes the place of the rule that requests name; None: it does not.
-        law_at: the law of each token.
+        engine: with the drafter, if any; it must know the rule.
+        rule: what requests name.
         tasks: the questions.
-        params: the request; the seed of each task is this one and its number.
-        bound: on overshoot; None: none.
+        params: the rest of the request; the seed of each task is this one and its number.
         name: of this way.
         sentence: what it draws from.
         batch_size: requests decoded at once.
@@ -176,7 +201,8 @@ def decode_by(
     Raises:
         SpecdecError: an answer failed.
     """
-    prices = Prices(law_at=law_at, params=params, bound=bound)
+    request = replace(params, rule=rule.rule.name, rule_knobs=given_knobs(rule))
+    prices = Prices(law_at=emitted_by(rule), params=params, bound=rule.overshoot_bound)
     answers: list[Answer] = []
     total = SpecStats()
     for start in range(0, len(tasks), batch_size):
@@ -184,12 +210,9 @@ def decode_by(
         # every batch has its share of the positions that are looked at
         prices.limit = MAX_POSITIONS * (start + len(batch)) // len(tasks)
         sequences = [
-            engine.add(task.token_ids, replace(params, seed=(params.seed or 0) + start + number))
+            engine.add(task.token_ids, replace(request, seed=(params.seed or 0) + start + number))
             for number, task in enumerate(batch)
         ]
-        if rule is not None:
-            for seq in sequences:
-                seq.rule = rule
         with recording(engine) as steps:
             while not all(seq.is_finished for seq in sequences):
                 engine.step()
@@ -218,7 +241,7 @@ def four_baselines(
     """Answer the tasks in the four ways; one that the rule has no law for is left out.
 
     Args:
-        plain: without drafter.
+        plain: without drafter; both engines were given `direct_rules`.
         drafting: with the drafter and the shape that is audited.
         rule: the lossy rule.
         tasks: the questions.
@@ -227,56 +250,18 @@ def four_baselines(
         batch_size: requests decoded at once.
         on_progress: told which baseline has how many answers.
     """
-    strict: LawAt = lambda p, q: p
-    draft: DraftGuarantee = "any" if rule.rule.draft in ("any", "deterministic") else "sampled"
-    ways: list[tuple[Engine, BoundRule | None, LawAt, SamplingParams, str, str]] = [
-        (
-            plain,
-            direct_rule("strict-target", "draws from the target's law", strict, "any"),
-            strict,
-            params,
-            STRICT,
-            "every token is drawn from the target's law p",
-        )
-    ]
-    if has_truncated_law(rule):
-        cut: LawAt = lambda p, q: truncated_law(rule, p)
-        ways.append(
-            (
-                plain,
-                direct_rule("truncated-target", "draws from the allowed tokens of p", cut, "any"),
-                cut,
-                params,
-                TRUNCATED,
-                "every token is drawn from p cut to the tokens the rule allows",
-            )
-        )
-    if rule.rule.emitted_law is not None:
-        emitted = emitted_by(rule)
-        ways.append(
-            (
-                drafting,
-                direct_rule("collaborative-law", "draws from the rule's own law of p and q", emitted, draft),
-                emitted,
-                replace(params, spec=one_ahead),
-                COLLABORATIVE,
-                "every token is drawn from the law the rule emits from p and q",
-            )
-        )
-    named = replace(params, rule=rule.rule.name, rule_knobs=given_knobs(rule))
-    ways.append((drafting, None, emitted_by(rule), named, SPECULATIVE, f"the rule itself, {rule.label}"))
+    ways = [(bind(direct, {}), direct.name, direct.sentence) for direct in direct_rules(rule)]
+    ways.append((rule, SPECULATIVE, f"the rule itself, {rule.label}"))
     return [
         decode_by(
-            engine,
-            replacing,
-            law_at,
+            drafting if name in (COLLABORATIVE, SPECULATIVE) else plain,
+            bound,
             tasks,
-            chosen,
-            bound=rule.overshoot_bound if name in (COLLABORATIVE, SPECULATIVE) else None,
+            replace(params, spec=one_ahead) if name == COLLABORATIVE else params,
             name=name,
             sentence=sentence,
             batch_size=batch_size,
             on_progress=partial(on_progress, name),
         )
-        for engine, replacing, law_at, chosen, name, sentence in ways
+        for bound, name, sentence in ways
     ]

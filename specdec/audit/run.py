@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec.audit.baselines import Baseline, four_baselines, given_knobs
+from specdec.audit.baselines import Baseline, direct_rules, four_baselines, given_knobs
 from specdec.audit.draws import Tested, draws_result, engine_tests, tensor_tests
 from specdec.audit.enumerated import audit_enumeration
 from specdec.audit.levels import LOSSY, Figure, LevelResult, level_result
@@ -66,8 +66,9 @@ class Audit:
             allow_lossy=plan.lossy,
             spec=replace(plan.spec, adaptive=False),
         )
-        self.plain = Engine(plan.target, config=config)
-        self.drafting = Engine(self.plain, draft=plan.draft, config=config)
+        rules = direct_rules(plan.rule) if plan.rule is not None and plan.lossy else []
+        self.plain = Engine(plan.target, config=config, rules=rules)
+        self.drafting = Engine(self.plain, draft=plan.draft, config=config, rules=rules)
         self.used = PlainReference(self.plain.decoder)
         self.reference = self.used
         if self.plain.decoder.dtype != torch.float32:

@@ -106,8 +106,8 @@ def test_a_lossy_rule_is_priced_and_named_everywhere(
         assert name in text
     record = json.loads((out / "audit.json").read_text())
     assert [one["baseline"] for one in record["baselines"]] == [
-        "strict target",
-        "collaborative law",
+        "strict-target",
+        "collaborative-law",
         "speculative",
     ]
     assert record["baselines"][0]["total_variation"] == 0.0

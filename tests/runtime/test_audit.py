@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.audit.baselines import four_baselines, given_knobs, has_truncated_law, truncated_law
+from specdec.audit.baselines import (
+    direct_rules,
+    four_baselines,
+    given_knobs,
+    has_truncated_law,
+    truncated_law,
+)
 from specdec.audit.levels import LevelResult, parse_levels
 from specdec.audit.parity import Answer, Task, audit_parity
 from specdec.audit.plan import AuditPlan, check_plan
@@ -397,15 +403,17 @@ def test_the_four_baselines_of_a_lossy_rule(narrow: Path) -> None:
     """Strict sampling costs nothing; a truncation is p cut; the rule's own law is what the rule emits."""
     plan = plan_of(narrow, levels=("C4",), rule=rule_named("min-p-gate", {"min_p": 0.3}), spec=CHAIN)
     audit = Audit(replace(plan, prompts=NARROW_PROMPTS, tasks=easy_tasks()))
-    laws = DrawsFromLaws(12)
-    audit.drafting = Engine(audit.plain, draft=lambda view: laws, config=audit.drafting.config)
+    rules = direct_rules(rule_named("min-p-gate", {"min_p": 0.3}))
+    audit.drafting = Engine(
+        audit.plain, draft=lambda view: DrawsFromLaws(12), config=audit.drafting.config, rules=rules
+    )
     record = audit.run()
     assert record.passed
     strict, truncated, collaborative, speculative = record.baselines
     assert [one.name for one in record.baselines] == [
-        "strict target",
-        "truncated target",
-        "collaborative law",
+        "strict-target",
+        "truncated-target",
+        "collaborative-law",
         "speculative",
     ]
     assert strict.prices["total_variation"] == 0.0
@@ -421,14 +429,15 @@ def test_the_four_baselines_of_a_lossy_rule(narrow: Path) -> None:
 
 def test_a_bounded_rule_is_held_to_its_bound_on_the_target(narrow: Path) -> None:
     rule = rule_named("lenience", {"lenience": 0.5})
-    plain = Engine(narrow, config=EngineConfig(max_num_seqs=4, kv_tokens=512, allow_lossy=True, spec=CHAIN))
-    drafting = Engine(plain, draft=lambda view: DrawsFromLaws(12), config=plain.config)
+    config = EngineConfig(max_num_seqs=4, kv_tokens=512, allow_lossy=True, spec=CHAIN)
+    plain = Engine(narrow, config=config, rules=direct_rules(rule))
+    drafting = Engine(plain, draft=lambda view: DrawsFromLaws(12), config=config, rules=direct_rules(rule))
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=1)
     found = four_baselines(
         plain, drafting, rule, easy_tasks(4), params, one_ahead=replace(CHAIN, max_depth=1), batch_size=4
     )
     speculative = found[-1]
-    assert [one.name for one in found] == ["strict target", "collaborative law", "speculative"]
+    assert [one.name for one in found] == ["strict-target", "collaborative-law", "speculative"]
     assert 1.0 < speculative.prices["largest_overshoot"] <= 2.0 + 1e-6
     assert speculative.prices["above_bound"] == 0
     drafted = speculative.prices["total_variation_drafted"]
