@@ -15,7 +15,7 @@ from specdec.layer_select.config import ScoreConfig
 from specdec.layer_select.entropy import estimators_named
 
 # copies of one batch's states that are alive at once: those of the taps, of texts, of mixed and scaled rows.
-STATE_COPIES = 5
+STATE_COPIES = 4
 FLOAT_BYTES = 4
 
 

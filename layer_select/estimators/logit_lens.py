@@ -30,6 +30,8 @@ def logit_lens_entropy(sample: StateSample) -> Tensor:
 
 def _share_of_uniform(logits: Tensor) -> Tensor:
     """Entropy of each row over that of a uniform law, `[rows]`."""
-    # entr, not p ln p: a vocabulary entry that the target masks has p = 0.
-    entropy = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
+    # H = ln Z - E logit needs one exponential a value and no logarithm, which costs more than the head does.
+    # an entry that the target masks has p = 0 and must not be 0 times infinity.
+    finite = logits.clamp_min(torch.finfo(logits.dtype).min)
+    entropy = (finite.logsumexp(dim=-1) - (finite.softmax(dim=-1) * finite).sum(dim=-1)).clamp_min(0.0)
     return entropy / max(math.log(logits.shape[-1]), torch.finfo(torch.float64).tiny)
