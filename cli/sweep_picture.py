@@ -22,8 +22,8 @@ from matplotlib.axes import Axes
 from specdec.cli.sweep_points import PLAIN
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
-# below this a total variation is drawn on the axis: 0 has no place on a logarithmic one
-LEAST_VARIATION = 1e-3
+# where the number of a point stands: points of neighbouring settings lie close together
+OFFSETS = ((6, 4), (6, -11), (-14, 4), (-14, -11))
 INK, FAINT = "#222222", "#999999"
 
 
@@ -61,8 +61,6 @@ def _cost_panel(
         if record["total_variation"] is None:
             continue
         _point(axes, record, record["verify_cpu_ms_per_token"], record["total_variation"], markers, numbers)
-    axes.set_yscale("symlog", linthresh=LEAST_VARIATION)
-    axes.set_ylim(bottom=-LEAST_VARIATION / 3)
     axes.set_xlabel("processor ms of the target per committed token")
     axes.set_ylabel("total variation from the target's law, per token")
     axes.set_title("cost and fidelity: lower left is better; hollow: dominated", fontsize=9)
@@ -118,11 +116,12 @@ def _point(
         markerfacecolor="white" if record["dominated"] else INK,
         linestyle="",
     )
+    number = numbers[_rule_and_shape(record)]
     axes.annotate(
-        str(numbers[_rule_and_shape(record)]),
+        str(number),
         (x, y),
         textcoords="offset points",
-        xytext=(6, 4),
+        xytext=OFFSETS[number % len(OFFSETS)],
         fontsize=8,
         color=INK,
     )

@@ -49,14 +49,14 @@ class PlainReference:
         Args:
             token_ids: the text.
             first: number of the first token whose successor is asked for.
-            chunk: rows of a pass.
+            chunk: rows of a pass from there on.
         """
         cache = self._cache_of(len(token_ids))
         rows: list[Tensor] = []
-        for start in range(0, len(token_ids), chunk):
-            part = list(token_ids[start : start + chunk])
-            hidden = self._pass(part, start, cache)[max(0, first - start) : len(part)]
-            if len(hidden):
+        starts = [*range(0, first, CHUNK), *range(first, len(token_ids), chunk)]
+        for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
+            hidden = self._pass(list(token_ids[start:end]), start, cache)[: end - start]
+            if start >= first:
                 rows.append(self._head(hidden))
         return torch.cat(rows)
 
