@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.engine import Engine
     from specdec.errors import SpecdecError
-    from specdec.sequence import SamplingParams
+    from specdec.sampling_params import GrammarSpec, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "SpecdecError", "__version__"]
+__all__ = ["Engine", "GrammarSpec", "SamplingParams", "SpecdecError", "__version__"]
 
 _HOMES = {
     "Engine": "specdec.engine",
-    "SamplingParams": "specdec.sequence",
+    "GrammarSpec": "specdec.sampling_params",
+    "SamplingParams": "specdec.sampling_params",
     "SpecdecError": "specdec.errors",
 }
 
