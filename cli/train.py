@@ -29,7 +29,7 @@ def train(
         str, typer.Option(help="Folder that keeps target states over epochs and runs, or online.")
     ] = "online",
     init_from: Annotated[
-        Path | None, typer.Option(help="Draft folder to go on from; keeps its vocabulary.")
+        Path | None, typer.Option(help="Draft folder to go on from; keeps its vocabulary, moves to --layers.")
     ] = None,
     draft_vocab_size: Annotated[
         int, typer.Option(help="Tokens the head can say.")

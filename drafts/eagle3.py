@@ -132,11 +132,15 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, states: Tensor) -> Tensor:
         """Fuse taps [..., taps, target_hidden], ascending boundaries, into features [..., hidden]."""
+        return self.fc(self.tap_rows(states))
+
+    def tap_rows(self, states: Tensor) -> Tensor:
+        """What `fc` reads of taps [..., taps, target_hidden]: normed as configured, side by side."""
         if self.config.fc_norm:
             parts = [norm(states[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
-            return self.fc(torch.cat(parts, dim=-1))
+            return torch.cat(parts, dim=-1)
         flat = states.flatten(-2)
-        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+        return self.input_norm(flat) if self.config.norm_before_fc else flat
 
     def attention_input(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Layer input [tokens, 2 hidden] and residual [tokens, hidden]."""

@@ -5,7 +5,7 @@ Owns which tokens a head can say and which start it gets. Knows nothing of the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 from specdec.drafts.checkpoint import load_draft
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.vocab import DraftVocab, build_draft_vocab, token_counts
-from specdec.errors import SpecdecError
 from specdec.train.config import TrainConfig
 from specdec.train.head_init import build_head, final_norm_weight, head_weight
 from specdec.train.ridge_init import RidgeSums, ridge_start
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource
+from specdec.train.tap_transfer import move_head
 
 RMS_SEQUENCES = 8
 # rows that the start of a head is fitted on: past these a linear fit of a few thousand inputs gains nothing.
@@ -51,20 +51,27 @@ def choose_vocab(
 
 
 def continued_head(
-    model: Any, boundaries: tuple[int, ...], draft: str | Path, fingerprint: str
+    model: Any,
+    boundaries: tuple[int, ...],
+    draft: str | Path,
+    fingerprint: str,
+    training: Sequence[TrainSequence],
+    report: Callable[[str], None],
 ) -> Eagle3Head:
-    """The head of an existing draft folder, to be trained further.
+    """The head of an existing draft folder, to be trained further, moved to `boundaries` if it reads others.
 
     Raises:
-        SpecdecError: it reads other boundaries, or belongs to another target.
+        SpecdecError: it belongs to another target.
     """
     embed = model.get_input_embeddings().weight.detach().cpu()
     weight = head_weight(model).float().cpu()
     head = load_draft(draft, embed, weight, target_fingerprint=fingerprint).head
     if head.config.boundaries != boundaries:
-        raise SpecdecError(
-            f"--layers ({list(boundaries)}) must be the boundaries of --init-from, "
-            f"{list(head.config.boundaries)}"
+        old = list(head.config.boundaries)
+        head, explained = move_head(head, boundaries, model, weight, training)
+        report(
+            f"head moved from boundaries {old} to {list(boundaries)}: the new taps explain {explained:.1%} "
+            "of the old feature's variance"
         )
     return head.requires_grad_(True)
 

@@ -98,7 +98,8 @@ def train_draft(
         out: draft folder; checkpoints and `metrics.jsonl` go there too.
         config: options; defaults of `TrainConfig`.
         states_cache: a folder that keeps target states over epochs and runs, or "online".
-        init_from: a draft folder to go on from; its vocabulary and shape are kept.
+        init_from: a draft folder to go on from; its vocabulary and shape are kept, and if its boundaries
+            are others its fusion is fitted to the new ones.
         resume: go on from the newest checkpoint in `out`.
         report: called with one line of progress.
 
@@ -128,7 +129,7 @@ def train_draft(
         stored.fill(chats.sequences, fill_progress(report))
         source = stored
     if init_from is not None:
-        head = continued_head(model, tuple(boundaries), init_from, fingerprint)
+        head = continued_head(model, tuple(boundaries), init_from, fingerprint, training, report)
     else:
         vocab = choose_vocab(training, tokenizer, model, vocab_size, config)
         start = start_head(model, tuple(boundaries), vocab, training, source, config)

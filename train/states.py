@@ -289,7 +289,11 @@ class TapSubset:
 
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order."""
-        return [replace(states, taps=states.taps[:, self.columns]) for states in self.source.fetch(sequences)]
+        return [self.view(states) for states in self.source.fetch(sequences)]
+
+    def view(self, states: SequenceStates) -> SequenceStates:
+        """The same states with the wanted taps alone."""
+        return replace(states, taps=states.taps[:, self.columns])
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """The target's output rows [len(ids), hidden], fp32."""

@@ -263,8 +263,18 @@ def test_a_warm_start_keeps_vocabulary_and_shape(run: Callable[..., TrainResult]
     assert torch.allclose(
         with_vocab[0]["lm_head.weight"], with_vocab[1]["lm_head.weight"], rtol=1e-3, atol=1e-4
     )
-    with pytest.raises(SpecdecError, match="--layers"):
-        run("other", BASE, init_from=first.folder, boundaries=(1, 2, 4))
+
+
+def test_a_warm_start_at_other_boundaries_keeps_all_but_the_fusion(run: Callable[..., TrainResult]) -> None:
+    first = run("first", replace(BASE, steps=3))
+    config = replace(BASE, steps=1, learning_rate=1e-12)
+    moved = run("moved", config, init_from=first.folder, boundaries=(2, 4))
+    before, after = (torch.load(latest_state(r.folder), weights_only=True)["weights"] for r in (first, moved))  # type: ignore[arg-type]
+    assert read_draft_config(moved.folder)[0].boundaries == (2, 4)
+    assert after["fc.weight"].shape[1] == 2 * before["fc.weight"].shape[1] // 3
+    for name in before:
+        if not name.startswith("fc"):
+            assert torch.allclose(before[name], after[name], rtol=1e-3, atol=1e-4), name
 
 
 def test_starting_from_the_last_layer_copies_it(run: Callable[..., TrainResult], tiny_llama: Path) -> None:
