@@ -276,7 +276,7 @@ def _reporter(update: Callable[..., None]) -> Callable[[ScoreProgress], None]:
 
 
 def _cost(scores: LayerScores, choose_seconds: float) -> dict[str, Any]:
-    from specdec.layer_select.cost import peak_bytes
+    from specdec.layer_select.cost import LARGE_TARGETS, estimate_cost, peak_bytes
 
     costs = scores.costs
     assert costs is not None, "a scoring pass says what it took"
@@ -287,6 +287,9 @@ def _cost(scores: LayerScores, choose_seconds: float) -> dict[str, Any]:
         "tokens_per_second": round(costs.tokens / max(costs.seconds, 1e-9), 1),
         "peak_memory_gib": round(peak_bytes() / 2**30, 3),
         "bound_memory_gib": round(costs.bound_bytes / 2**30, 3),
+        "computed_h200": {
+            name: estimate_cost(shape, scores.config).rounded() for name, shape in LARGE_TARGETS.items()
+        },
     }
 
 

@@ -26,6 +26,13 @@ def print_selection(document: dict[str, Any]) -> None:
     _print_searches(document)
     _print_agreement(document["agreement"])
     print(_cost_line(document["cost"]))
+    for name, computed in document["cost"]["computed_h200"].items():
+        print(
+            f"computed, not measured: a {name} target at these settings on one H200-class card would take "
+            f"{computed['seconds']:.0f} s ({computed['peta_flop']:.2f} PFLOP), "
+            f"{computed['weights_gib']:.0f} GiB of half-precision weights and "
+            f"{computed['working_gib']:.1f} GiB beside them"
+        )
 
 
 def summary(document: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +56,16 @@ def summary(document: dict[str, Any]) -> dict[str, Any]:
 
 def _print_choice(document: dict[str, Any]) -> None:
     rivals = document["runners_up"][:SHOWN_RIVALS]
-    rows = [("chosen", document["objective"]), *((f"rival {n}", each) for n, each in enumerate(rivals, 1))]
+    landscape = document["landscape"]
+    ranked = document["search"] == "exhaustive"
+    named = [("chosen", document["objective"]), *((f"rival {n}", each) for n, each in enumerate(rivals, 1))]
+    rows = [
+        (name, {**each, "better": place / landscape["sets"]} if ranked else each)
+        for place, (name, each) in enumerate(named)
+    ]
     references = document["references"]
     rows += [(REFERENCE_NAMES[name], reference) for name, reference in references.items()]
     probed = any(each["probe"] is not None for _, each in rows)
-    landscape = document["landscape"]
     sweep = document["lambda_sweep"]
     terms = ", ".join(
         name if weight == 1 else f"{name} x {weight:g}"
@@ -67,14 +79,8 @@ def _print_choice(document: dict[str, Any]) -> None:
         high = "any" if sweep["stable_high"] is None else f"{sweep['stable_high']:.2f}"
         title += f", lambda {sweep['used']:g} (same set from {sweep['stable_low']:.2f} to {high})"
     kind = "sampled" if landscape["sampled"] else "all"
-    columns = [
-        "set",
-        "boundaries",
-        "objective",
-        "mean z",
-        "mean CKA",
-        f"better of {kind} {landscape['sets']:,}",
-    ]
+    columns = ["set", "boundaries", "objective", "mean z", "mean CKA"]
+    columns.append(f"better of {kind} {landscape['sets']:,} sets")
     print_table(
         title,
         columns + (["overlap t+1", "overlap t+2"] if probed else []),
@@ -85,7 +91,7 @@ def _print_choice(document: dict[str, Any]) -> None:
                 each["value"],
                 each["mean_informativeness_z"],
                 each["mean_pairwise_cka"],
-                f"{100 * each['better']:.1f} %" if "better" in each else "-",
+                f"{100 * each['better']:.2f} %" if "better" in each else "-",
                 *(_overlaps(each["probe"]) if probed else []),
             ]
             for name, each in rows
@@ -102,7 +108,7 @@ def _print_stability(document: dict[str, Any]) -> None:
     rows: list[list[str]] = []
     bootstrap = stability["bootstrap"]
     if bootstrap is not None:
-        label = f"{bootstrap['resamples']} resamples of {bootstrap['units']} batches"
+        label = f"{bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}"
         rows.append([label, *_most_frequent(bootstrap)])
     rows += [
         [

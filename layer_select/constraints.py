@@ -69,6 +69,11 @@ class Feasible:
             sets = sets[(np.diff(sets, axis=1) >= self.min_gap).all(axis=1)]
         return torch.from_numpy(np.ascontiguousarray(sets))
 
+    def holds(self, chosen: Sequence[int]) -> bool:
+        """Whether `chosen` is one of the sets that may be chosen."""
+        whole = len(chosen) == self.count and set(chosen) <= set(self.allowed)
+        return whole and self.leaves_room(chosen)
+
     def leaves_room(self, chosen: Sequence[int]) -> bool:
         """Whether `chosen` with the forced boundaries keeps the gap and can be completed to K."""
         taken = sorted({*chosen, *self.forced})

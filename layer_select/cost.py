@@ -92,6 +92,15 @@ class CostEstimate:
         parts = (self.forward_flop, self.estimator_flop, self.eigen_flop, self.cka_flop, self.probe_flop)
         return sum(parts)
 
+    def rounded(self) -> dict[str, float]:
+        """The figures that a report shows."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "peta_flop": round(self.flop / 1e15, 3),
+            "weights_gib": round(self.weight_bytes / 2**30, 1),
+            "working_gib": round(self.working_bytes / 2**30, 2),
+        }
+
 
 # sizes of Llama-2-7B and Llama-3.1-70B, for which the question is asked.
 LARGE_TARGETS = {
@@ -109,7 +118,7 @@ def estimate_cost(shape: TargetShape, config: ScoreConfig, *, weight_width: int 
     """Operations, seconds on one H200-class card and memory of a pass over `config.tokens` positions.
 
     Weights in half precision, products in fp32, eigenvalues of texts of full length in fp64. The ridge
-    probe's subsets come on top: about 4 `probe_dims` cubed operations each.
+    probe's subsets come on top, about 1e9 operations for each of three taps.
     """
     boundaries, hidden, tokens = shape.num_layers + 1, shape.hidden_size, config.tokens
     names = {estimator.name for estimator in estimators_named(config.estimators)}

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from specdec.layer_select.picture_files import picture_paths
 from specdec.layer_select.picture_landscape import draw_landscape
 from specdec.layer_select.picture_stability import draw_stability
-from specdec.layer_select.picture_theme import PRINT, SCREEN, Theme, figure_with_canvas, headline
+from specdec.layer_select.picture_theme import PRINT, SCREEN, Theme, figure_with_canvas, headline, setting
 
 # height of one label line as a part of the axes' height.
 LABEL_HEIGHT = 0.037
@@ -26,7 +26,7 @@ DOTS_PER_INCH = 150
 def draw_evidence(document: dict[str, Any], theme: Theme = SCREEN) -> Figure:
     """Draw CKA and the profile of the estimator."""
     chosen = document["boundaries"]
-    score = document["scores"][document["estimator"]]
+    values, meaning = _profile(document)
     size = len(document["cka"])
     figure = figure_with_canvas(10.5, 5.6)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.35, 1])
@@ -43,10 +43,10 @@ def draw_evidence(document: dict[str, Any], theme: Theme = SCREEN) -> Figure:
     left.set_xlabel("boundary b (0 = embedding output)")
     left.set_ylabel("boundary b")
     left.set_title("Similarity of boundaries", fontsize=11)
-    right.plot(score["values"], range(size), color=theme.profile, marker=".", linewidth=1.3)
+    right.plot(values, range(size), color=theme.profile, marker=".", linewidth=1.3)
     for boundary in chosen:
         right.axhline(boundary, color=theme.chosen, linestyle=(0, (4, 3)), linewidth=1.0)
-        right.plot(score["values"][boundary], boundary, "D", color=theme.chosen, markersize=7)
+        right.plot(values[boundary], boundary, "D", color=theme.chosen, markersize=7)
     # labels stand outside the axes, where no line crosses them.
     for boundary, height in zip(chosen, _spread(chosen, LABEL_HEIGHT * size), strict=True):
         right.text(
@@ -60,15 +60,23 @@ def draw_evidence(document: dict[str, Any], theme: Theme = SCREEN) -> Figure:
         )
     right.grid(axis="x", color="0.88", linewidth=0.8)
     right.set_axisbelow(True)
-    direction = "higher is richer" if score["sign"] > 0 else "lower is richer"
-    right.set_xlabel(f"{document['estimator']} / {score['normalization']} ({direction})")
+    right.set_xlabel(meaning)
     right.set_title("Informativeness", fontsize=11)
     right.xaxis.set_major_locator(MaxNLocator(nbins=5))
     for axis in (left.xaxis, left.yaxis, right.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    rest = f"{document['cost']['tokens']:,} tokens, lambda {document['lambda']:g}"
+    rest = f"{document['cost']['tokens']:,} tokens, {setting(document)}"
     figure.suptitle(headline(document, rest), fontsize=12)
     return figure
+
+
+def _profile(document: dict[str, Any]) -> tuple[list[float], str]:
+    """Values over boundaries of what decided, and what they mean."""
+    if list(document["objective"]["terms"]) == ["probe"]:
+        return document["evidence"]["probe_explained"], "variance the ridge probe explains from one boundary"
+    score = document["scores"][document["estimator"]]
+    direction = "higher is richer" if score["sign"] > 0 else "lower is richer"
+    return score["values"], f"{document['estimator']} / {score['normalization']} ({direction})"
 
 
 def _spread(ascending: list[int], distance: float) -> list[float]:

@@ -12,7 +12,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specdec.layer_select.picture_theme import SCREEN, Theme, boundary_axis, figure_with_canvas, headline
+from specdec.layer_select.picture_theme import (
+    SCREEN,
+    Theme,
+    boundary_axis,
+    figure_with_canvas,
+    headline,
+    setting,
+)
 
 FRACTIONS = {0.125: "1/8", 0.25: "1/4", 0.5: "1/2", 1.0: "all"}
 ROW_HEIGHT = 0.27
@@ -45,7 +52,7 @@ def draw_stability(document: dict[str, Any], theme: Theme = SCREEN) -> Figure:
     for axes in (top, below):
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    rest = f"lambda {document['lambda']:g}{_region(document['lambda_sweep'])}"
+    rest = f"{setting(document)}{_region(document['lambda_sweep'])}"
     figure.suptitle(headline(document, rest), fontsize=12)
     return figure
 
@@ -72,7 +79,7 @@ def _draw_bootstrap(
             linewidth=0.8,
         )
     axes.set_title(
-        f"{bootstrap['resamples']} resamples of {bootstrap['units']} calibration batches: the same set in "
+        f"{bootstrap['resamples']} resamples of {bootstrap['units']} {bootstrap['unit']}: the same set in "
         f"{100 * bootstrap['subset_frequency']:.0f} %",
         fontsize=11,
     )
@@ -108,6 +115,9 @@ def _draw_rows(axes: Axes, rows: list[_Row], chosen: list[int], theme: Theme) ->
             verticalalignment="center",
         )
     axes.set_yticks(heights, [row.label for row in rows])
+    axes.set_title(
+        "The choice from other evidence (area: how often; diamond: also in the choice)", fontsize=11
+    )
     axes.set_ylim((heights[-1] if heights else 0) + 0.7, -0.7)
 
 

@@ -80,6 +80,12 @@ def headline(document: dict[str, Any], rest: str) -> str:
     return f"{target['name']}: boundaries {names} of 0..{target['num_layers']}  |  {rest}"
 
 
+def setting(document: dict[str, Any]) -> str:
+    """What decided: the probe alone, or the weight of diversity."""
+    alone = list(document["objective"]["terms"]) == ["probe"]
+    return "ridge probe alone" if alone else f"lambda {document['lambda']:g}"
+
+
 def spelled(boundaries: list[int]) -> str:
     """A set in few characters."""
     return ", ".join(str(boundary) for boundary in boundaries)

@@ -49,6 +49,10 @@ class SubsetProbe(Protocol):
         """Measure each set with the target's head."""
         ...
 
+    def overlap_by_row(self, subsets: Sequence[tuple[int, ...]]) -> Tensor:
+        """`overlap_second` on every held-out row, `[subsets, rows]`."""
+        ...
+
 
 class ProbeTable:
     """Probe values by set, each computed once."""
@@ -79,6 +83,11 @@ class ProbeTable:
     def measured(self, boundaries: tuple[int, ...]) -> Verdict | None:
         """The verdict on a set; None where it was not measured."""
         return self._measured.get(boundaries)
+
+    def measured_rows(self, count: int) -> tuple[list[tuple[int, ...]], Tensor]:
+        """The measured sets of `count` boundaries, and their overlap by held-out row, `[sets, rows]`."""
+        keys = sorted(key for key in self._measured if len(key) == count)
+        return keys, self._probe.overlap_by_row(keys)
 
     def draw_line(self, sets: Tensor) -> None:
         """Fit overlap against explained variance on a few of `sets`, spread over its whole range."""

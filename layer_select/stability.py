@@ -1,12 +1,14 @@
 """How sure a choice is: the same search on other samples of the evidence.
 
 Owns the resampling. Units are calibration batches, which hold whole texts. All draws follow the request's
-seed. A probe part of the objective is not resampled: its values are those of the full set.
+seed. The probe is fitted once: in a mix its part keeps the values of the full set, and where it decides alone
+the positions it is judged on are resampled instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +24,12 @@ MOST_FREQUENT = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Stability:
-    """How the choice moves when calibration batches are resampled with replacement.
+    """How the choice moves when part of the evidence is drawn anew.
 
     Attributes:
         resamples: Number of resamples.
-        units: Calibration batches that were resampled.
+        units: How many there were to draw from.
+        unit: What they are.
         subset_frequency: Part of resamples that choose exactly the chosen subset.
         mean_overlap: Mean part of the chosen boundaries that a resample chooses too.
         boundary_frequency: Part of resamples in which each boundary 0..N is chosen.
@@ -35,6 +38,7 @@ class Stability:
 
     resamples: int
     units: int
+    unit: str
     subset_frequency: float
     mean_overlap: float
     boundary_frequency: tuple[float, ...]
@@ -74,19 +78,50 @@ class OtherChoice:
 
 
 def bootstrap(chooser: Chooser, chosen: tuple[int, ...]) -> Stability | None:
-    """Resample batches with replacement; None without resamples or with a single batch."""
+    """Resample batches with replacement; None without resamples or with a single batch.
+
+    Where the probe alone decides, its held-out rows are resampled, and the measured sets compete.
+    """
     units, resamples = chooser.scores.num_batches, chooser.config.resamples
-    if resamples == 0 or units < 2:
+    if resamples == 0:
         return None
+    if chooser.probe_weight == 1:
+        return _bootstrap_probe(chooser, chosen)
+    if units < 2:
+        return None
+    draws = _draws(chooser, units)
+    kind = "calibration batches" + (", the probe part fixed" if chooser.probe_weight else "")
+    choices = [chooser.best(chooser.objective(counts=counts)) for counts in draws]
+    return _tally(chooser, chosen, choices, units, kind)
+
+
+def _bootstrap_probe(chooser: Chooser, chosen: tuple[int, ...]) -> Stability:
+    assert chooser.probe is not None, "a probe objective has its table"
+    keys, by_row = chooser.probe.measured_rows(chooser.sets.count)
+    legal = [index for index, key in enumerate(keys) if chooser.sets.holds(key)]
+    counts = torch.stack(_draws(chooser, by_row.shape[1])).double()
+    best = (counts @ by_row[legal].mT).argmax(dim=1).tolist()
+    choices = [keys[legal[index]] for index in best]
+    kind = f"held-out positions of the probe, {len(legal)} measured sets"
+    return _tally(chooser, chosen, choices, by_row.shape[1], kind)
+
+
+def _draws(chooser: Chooser, units: int) -> list[Tensor]:
+    """How often each unit is drawn in each resample, `[units]` each."""
     generator = torch.Generator().manual_seed(chooser.config.seed)
-    draws = (torch.randint(units, (units,), generator=generator) for _ in range(resamples))
-    return _tally(chooser, chosen, (torch.bincount(drawn, minlength=units) for drawn in draws))
+    return [
+        torch.bincount(torch.randint(units, (units,), generator=generator), minlength=units)
+        for _ in range(chooser.config.resamples)
+    ]
 
 
 def by_size(chooser: Chooser, chosen: tuple[int, ...]) -> tuple[SizeStability, ...]:
-    """The choice from 1/8, 1/4, 1/2 and all of the batches; sizes that round to the same are given once."""
+    """The choice from 1/8, 1/4, 1/2 and all of the batches; sizes that round to the same are given once.
+
+    Empty where the probe alone decides: it is fitted once, on all texts.
+    """
     units, scores = chooser.scores.num_batches, chooser.scores
-    if chooser.config.resamples == 0:
+    if chooser.config.resamples == 0 or chooser.probe_weight == 1:
         return ()
     generator = torch.Generator().manual_seed(chooser.config.seed)
     found: list[SizeStability] = []
@@ -100,16 +135,19 @@ def by_size(chooser: Chooser, chosen: tuple[int, ...]) -> tuple[SizeStability, .
             picked = torch.randperm(units, generator=generator)[:size]
             counts.append(torch.bincount(picked, minlength=units))
         tokens = float(torch.stack(counts).double().mean(dim=0) @ scores.rows)
-        found.append(
-            SizeStability(fraction=fraction, tokens=round(tokens), sample=_tally(chooser, chosen, counts))
-        )
+        choices = [chooser.best(chooser.objective(counts=each)) for each in counts]
+        sample = _tally(chooser, chosen, choices, units, "calibration batches")
+        found.append(SizeStability(fraction=fraction, tokens=round(tokens), sample=sample))
     return tuple(found)
 
 
 def by_domain(chooser: Chooser, chosen: tuple[int, ...]) -> tuple[OtherChoice, ...]:
-    """The choice from the batches of each domain alone; empty where the texts are of one kind."""
+    """The choice from the batches of each domain alone.
+
+    Empty where the texts are of one kind, or where the probe alone decides.
+    """
     scores = chooser.scores
-    if len(scores.domains) < 2:
+    if len(scores.domains) < 2 or chooser.probe_weight == 1:
         return ()
     found = []
     for name in scores.domains:
@@ -140,12 +178,11 @@ def _overlap(subset: Sequence[int], chosen: Sequence[int]) -> float:
     return len(set(subset) & set(chosen)) / len(chosen)
 
 
-def _tally(chooser: Chooser, chosen: tuple[int, ...], samples: Iterable[Tensor]) -> Stability:
-    tally: dict[tuple[int, ...], int] = {}
-    for counts in samples:
-        best = chooser.best(chooser.objective(counts=counts))
-        tally[best] = tally.get(best, 0) + 1
-    total = sum(tally.values())
+def _tally(
+    chooser: Chooser, chosen: tuple[int, ...], choices: Sequence[tuple[int, ...]], units: int, kind: str
+) -> Stability:
+    tally = Counter(choices)
+    total = len(choices)
     often = sorted(tally.items(), key=lambda item: (-item[1], item[0]))
     per_boundary = [0] * (chooser.scores.num_layers + 1)
     for subset, count in tally.items():
@@ -153,8 +190,9 @@ def _tally(chooser: Chooser, chosen: tuple[int, ...], samples: Iterable[Tensor])
             per_boundary[boundary] += count
     return Stability(
         resamples=total,
-        units=chooser.scores.num_batches,
-        subset_frequency=tally.get(chosen, 0) / total,
+        units=units,
+        unit=kind,
+        subset_frequency=tally[chosen] / total,
         mean_overlap=sum(count * _overlap(subset, chosen) for subset, count in tally.items()) / total,
         boundary_frequency=tuple(count / total for count in per_boundary),
         most_frequent=tuple((subset, count / total) for subset, count in often[:MOST_FREQUENT]),

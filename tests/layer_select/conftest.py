@@ -36,6 +36,13 @@ class MadeUpProbe:
         """The true overlap, which only measuring tells."""
         return 0.2 + 0.5 * float(self.worth[list(subset)].mean()) + self.wobble * (hash(subset) % 7 - 3)
 
+    def overlap_by_row(self, subsets: Sequence[tuple[int, ...]]) -> Tensor:
+        """Rows that scatter around the overlap."""
+        generator = torch.Generator().manual_seed(5)
+        scatter = torch.randn(len(subsets), 60, generator=generator, dtype=torch.float64)
+        scatter -= scatter.mean(dim=1, keepdim=True)
+        return torch.tensor([self.overlap(s) for s in subsets]).double()[:, None] + 0.05 * scatter
+
     def score(self, subsets: Sequence[tuple[int, ...]]) -> list[MadeUpVerdict]:
         """Measure."""
         self.asked += subsets

@@ -21,6 +21,7 @@ def test_stability_counts_resamples_of_batches_and_repeats_by_seed(made_up_score
     stability = selection.stability
     assert stability is not None
     assert (stability.resamples, stability.units) == (40, 6)
+    assert stability.unit == "calibration batches"
     assert sum(stability.boundary_frequency) == pytest.approx(3)
     assert stability.boundary_frequency[0] == 0
     assert 0 <= stability.subset_frequency <= stability.most_frequent[0][1] <= 1

@@ -74,7 +74,9 @@ def test_room_is_left_exactly_when_some_legal_set_contains_the_chosen(
     """Catches a greedy search that walks into a corner where K no longer fit."""
     chosen = data.draw(st.lists(st.sampled_from(allowed), max_size=count, unique=True))
     sets = Feasible(num_layers=12, count=count, allowed=tuple(sorted(allowed)), min_gap=gap)
-    assert sets.leaves_room(chosen) == bool(brute_force(allowed, count, gap, chosen, []))
+    possible = brute_force(allowed, count, gap, chosen, [])
+    assert sets.leaves_room(chosen) == bool(possible)
+    assert sets.holds(chosen) == (tuple(sorted(chosen)) in possible)
 
 
 @pytest.mark.parametrize(

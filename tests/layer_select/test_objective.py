@@ -111,6 +111,32 @@ def test_a_mix_standardises_both_parts_over_all_sets(
     assert not selection.sweep.exact
 
 
+def test_a_choice_by_probe_alone_is_resampled_on_its_held_out_rows(
+    made_up_scores: MakeScores, made_up_probe: MakeProbe
+) -> None:
+    """Catches a certainty of 100 % that comes from resampling what the choice does not rest on."""
+    probe = made_up_probe(10)
+    scores = made_up_scores(10, domains=("prose",) * 3 + ("code",) * 3)
+    config = ChooseConfig(objective="probe", forbidden=(1,), resamples=50)
+    selection = choose_layers(scores, config, probe=probe)
+    assert selection.sizes == selection.domains == ()
+    stability = selection.stability
+    assert stability is not None
+    assert stability.units == 60
+    assert "held-out positions" in stability.unit
+    assert stability.boundary_frequency[1] == 0
+    assert 0 < stability.subset_frequency < 1
+    keys = sorted({s for s in probe.asked if len(s) == 3})
+    legal = [s for s in keys if 1 not in s]
+    rows = probe.overlap_by_row(keys)[[keys.index(s) for s in legal]]
+    generator = torch.Generator().manual_seed(0)
+    wins = 0
+    for _ in range(50):
+        drawn = torch.randint(60, (60,), generator=generator)
+        wins += legal[int(rows[:, drawn].mean(dim=1).argmax())] == selection.boundaries
+    assert stability.subset_frequency == wins / 50
+
+
 def test_an_objective_with_a_probe_part_needs_a_probe(made_up_scores: MakeScores) -> None:
     with pytest.raises(SpecdecError, match=r"objective \(probe\) needs the ridge probe"):
         choose_layers(made_up_scores(5), ChooseConfig(objective="probe"))
