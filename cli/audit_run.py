@@ -161,7 +161,7 @@ def _details(plan: AuditPlan, record: AuditRecord) -> dict[str, Any]:
         "noise": None
         if noise is None
         else {
-            "logit": noise.logit,
+            "margin": noise.margin,
             "relative": noise.relative,
             "positions": noise.positions,
             "scale": noise.scale,

@@ -25,10 +25,9 @@ CHUNK = 256
 RERUN_CHUNKS = (1, 5)
 # only the leading tokens can win
 LEADING = 8
-# two tokens each move by the noise (2), and some hundred positions do not show its largest value (2)
-SAFETY = 4.0
-# rounding of one product in units of the dtype's epsilon and the logits' size
-ROUNDINGS = 16.0
+# some hundred positions do not show the largest value there is; rows are spread wider than margins, and what
+# a wrong position does to one is ten times their noise
+MARGIN_SAFETY, ROW_SAFETY = 2.0, 4.0
 
 
 class PlainReference:
@@ -107,14 +106,14 @@ class Noise:
     """How far harmless changes move the logits of this target in this dtype.
 
     Attributes:
-        logit: largest move of a leading token's logit against the reference.
+        margin: largest change of a leading token's distance to the best one, against the reference.
         relative: largest root mean square move of a row, in units of the row's own spread.
         positions: rows looked at.
         scale: largest logit met.
         epsilon: the dtype's.
     """
 
-    logit: float
+    margin: float
     relative: float
     positions: int
     scale: float
@@ -123,12 +122,13 @@ class Noise:
     @property
     def near_tie(self) -> float:
         """Largest distance in reference logits at which two tokens may change places without a bug."""
-        return max(SAFETY * self.logit, ROUNDINGS * self.epsilon * self.scale)
+        # two logits that round to the same number are a tie, whatever was measured
+        return max(MARGIN_SAFETY * self.margin, self.epsilon * self.scale)
 
     @property
     def same_row(self) -> float:
         """Largest relative difference of two rows that are the same but for rounding."""
-        return max(SAFETY * self.relative, ROUNDINGS * self.epsilon)
+        return max(ROW_SAFETY * self.relative, self.epsilon)
 
 
 def measure_noise(
@@ -142,7 +142,7 @@ def measure_noise(
         texts: token ids.
         first: for each text, the number of the first token whose successor counts.
     """
-    logit = relative = scale = 0.0
+    margin = relative = scale = 0.0
     positions = 0
     for text, start in zip(texts, first, strict=True):
         expected = reference.logits(text, start)
@@ -150,13 +150,13 @@ def measure_noise(
         for chunk in RERUN_CHUNKS:
             rerun = used.logits(text, start, chunk)
             leading = expected.topk(min(LEADING, expected.shape[1]), dim=1).indices
-            moved = (rerun.gather(1, leading) - expected.gather(1, leading)).abs()
-            logit = max(logit, float(moved.max()))
+            moved = rerun.gather(1, leading) - expected.gather(1, leading)
+            margin = max(margin, float((moved - moved[:, :1]).abs().max()))
             relative = max(relative, float(row_difference(rerun, whole).max()))
         scale = max(scale, float(expected.abs().max()))
         positions += len(expected)
     return Noise(
-        logit=logit,
+        margin=margin,
         relative=relative,
         positions=positions,
         scale=scale,

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.audit.levels import Figure, LevelResult, level_result
 from specdec.audit.recording import VerifiedStep
-from specdec.audit.reference import Noise, PlainReference, row_difference
+from specdec.audit.reference import ROW_SAFETY, Noise, PlainReference, row_difference
 from specdec.sequence import Sequence
 
 MAX_FINDINGS = 8
@@ -123,6 +123,6 @@ class StepInvariant:
 
 def _origin(noise: Noise) -> str:
     return (
-        f"4 times the largest one between plain passes of 1, 5 and 256 rows over the same "
-        f"{noise.positions} positions, or 16 units of the dtype's rounding"
+        f"{ROW_SAFETY:g} times the largest one between plain passes of 1, 5 and 256 rows over the same "
+        f"{noise.positions} positions"
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec.audit.levels import Figure, LevelResult, level_result
-from specdec.audit.reference import Noise, PlainReference
+from specdec.audit.reference import MARGIN_SAFETY, Noise, PlainReference
 from specdec.audit.triage import Difference, triage_greedy, triage_race
 from specdec.requests import GenerationResult
 
@@ -134,10 +134,10 @@ def trajectory_result(level: str, compared: Sequence[Trajectories], notes: Seque
         [one.figure() for one in compared],
         notes=(
             *notes,
-            f"{rule}; a near tie is a gap of at most {noise.near_tie:.3g} ({unit}) in the fp32 reference: 4 "
-            f"times the largest move of a leading logit under harmless changes ({noise.logit:.3g}, "
-            f"{noise.positions} positions), or 16 units of the dtype's rounding at the largest logit "
-            f"({noise.scale:.3g})",
+            f"{rule}; a near tie is a gap of at most {noise.near_tie:.3g} ({unit}) in the fp32 reference: "
+            f"{MARGIN_SAFETY:g} times the largest change of a leading token's distance to the best one under "
+            f"harmless changes ({noise.margin:.3g}, {noise.positions} positions), or the spacing of numbers "
+            f"of this dtype at the largest logit ({noise.scale:.3g})",
         ),
         findings=findings,
     )

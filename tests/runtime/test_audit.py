@@ -274,8 +274,8 @@ def test_near_ties_are_told_from_bugs(tiny_llama: Path) -> None:
     best, second, third = row.topk(3).indices.tolist()
     assert best == plain[4]
     margin = float(row[best] - row[second])
-    calm = Noise(logit=margin / 8, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
-    wild = Noise(logit=margin / 3, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    calm = Noise(margin=margin / 4, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    wild = Noise(margin=margin / 1.5, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
     other = [*plain[:4], second, 0, 0, 0]
     for noise, verdict in ((calm, "bug"), (wild, "near tie")):
         found = triage_greedy("a", prompt, other, plain, reference, noise)
@@ -300,8 +300,8 @@ def test_a_race_has_a_margin_too(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, rule="coupled")
     drawn = engine.generate([prompt], params)[0].token_ids
     other = [*drawn[:3], drawn[3] ^ 1, *drawn[4:]]
-    loud = Noise(logit=100.0, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
-    quiet = Noise(logit=1e-9, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    loud = Noise(margin=100.0, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    quiet = Noise(margin=1e-9, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
     near = triage_race("b", prompt, other, drawn, 5, reference, loud)
     far = triage_race("b", prompt, other, drawn, 5, reference, quiet)
     assert near is not None
