@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.layer_select.config import EXHAUSTIVE_LIMIT_PROBE
 from specdec.layer_select.search import Chooser
 from specdec.layer_select.terms import PROBE
 
@@ -161,14 +160,14 @@ def by_domain(chooser: Chooser, chosen: tuple[int, ...]) -> tuple[OtherChoice, .
 def by_estimator(chooser: Chooser, chosen: tuple[int, ...]) -> tuple[OtherChoice, ...]:
     """The choice of each measured estimator with CKA, same lambda, search and constraints; and of the probe.
 
-    The probe's is the set that explains most variance, where all sets can be asked.
+    The probe's is the set that explains most variance, where all sets were asked for the objective.
     """
     found = []
     for name in chooser.scores.names:
         best = chooser.best(chooser.of_estimator(name))
         found.append(OtherChoice(name=name, boundaries=best, overlap=_overlap(best, chosen)))
     candidates = chooser.candidates
-    if chooser.probe is not None and candidates is not None and len(candidates) <= EXHAUSTIVE_LIMIT_PROBE:
+    if chooser.probe is not None and chooser.probe_weight and candidates is not None:
         best = tuple(candidates[int(chooser.probe.explained(candidates).argmax())].tolist())
         found.append(OtherChoice(name=PROBE, boundaries=best, overlap=_overlap(best, chosen)))
     return tuple(found)
