@@ -75,7 +75,6 @@ class PassState:
         sums = given.pop("probe", None)
         if probe is not None:
             assert sums is not None, "a pass with a probe is saved with its sums"
-            sums["output_square"] = sums["output_square"].cpu()
             probe.sums = ProbeSums(**sums)
         kept = {name: _on_cpu(value) for name, value in given.items()}
         return cls(**{**kept, "massive": set(kept["massive"])})

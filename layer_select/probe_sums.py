@@ -38,7 +38,6 @@ class ProbeSums:
         cross: Sums of x y^T for both outputs, `[2, blocks * dims, hidden]`: of t, then of t + 1.
         input_sum: `[blocks * dims]`.
         output_sum: `[2, hidden]`.
-        output_square: Sum of |y|^2, `[2]`, float64.
         rows: Fit rows.
         held_inputs: `[rows, blocks * dims]` of each batch.
         held_outputs: `[2, rows, hidden]` of each batch.
@@ -48,7 +47,6 @@ class ProbeSums:
     cross: Tensor
     input_sum: Tensor
     output_sum: Tensor
-    output_square: Tensor
     rows: int = 0
     held_inputs: list[Tensor] = field(default_factory=list)
     held_outputs: list[Tensor] = field(default_factory=list)
@@ -65,7 +63,6 @@ class ProbeSums:
             cross=zeros(2, width, hidden),
             input_sum=zeros(width),
             output_sum=zeros(2, hidden),
-            output_square=torch.zeros(2, dtype=torch.float64),
         )
 
     def add(self, inputs: Tensor, outputs: Tensor) -> None:
@@ -75,7 +72,6 @@ class ProbeSums:
             self.cross[which].addmm_(inputs.mT, outputs[which])
         self.input_sum += inputs.sum(dim=0)
         self.output_sum += outputs.sum(dim=1)
-        self.output_square += outputs.double().square().sum(dim=(1, 2)).cpu()
         self.rows += len(inputs)
 
     def hold_out(self, inputs: Tensor, outputs: Tensor) -> None:
@@ -161,9 +157,8 @@ class ProbeCollector:
 
 
 def _projection(hidden: int, dims: int, seed: int) -> Tensor | None:
-    """Orthonormal columns `[hidden, dims]`, scaled to keep the mean square; None where nothing is cut."""
+    """Orthonormal columns `[hidden, dims]`, which keep the mean square; None where nothing is cut."""
     if dims == hidden:
         return None
     generator = torch.Generator().manual_seed(seed)
-    columns = torch.linalg.qr(torch.randn(hidden, dims, generator=generator, dtype=torch.float64)).Q
-    return columns * (hidden / dims) ** 0.5
+    return torch.linalg.qr(torch.randn(hidden, dims, generator=generator, dtype=torch.float64)).Q

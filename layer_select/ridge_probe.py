@@ -9,10 +9,10 @@ target's law on held-out rows is what a sampled token of that draft would be acc
 conditional a draft head must model at its first step. A second regression, from the taps alone to the feature
 at t, says how much of x_{t+1} the taps know by themselves.
 
-Two stages: `explained` compares many subsets from the Gram blocks alone (variance of the feature that the
-penalised fit explains); `score` solves, predicts and applies the head, for the best few hundred. Subsets that
-share their first boundaries share the elimination of those blocks, which leaves two products of probe_dims
-cubed for each subset.
+Two stages: `explained` compares many subsets by the variance of the feature that their fit explains on
+held-out rows, from the cached Gram; `score` predicts whole features and applies the head, for the best few
+hundred.
+The penalty is one for all subsets, the best of a few on sets spread over the depth.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from torch import Tensor
 
 from specdec.errors import SpecdecError
 from specdec.hf import check_boundaries
-from specdec.layer_select.block_elimination import explained_by_subset
 from specdec.layer_select.config import MIN_ROWS
+from specdec.layer_select.held_out_fit import HeldOutFit
 from specdec.layer_select.probe_sums import ProbeSums
 from specdec.layer_select.readout import BLOCK_ELEMENTS
-from specdec.layer_select.ridge import RIDGE_PENALTY, ridge_solve
+from specdec.layer_select.ridge import ridge_solve
 
 # predictions of this many subsets are held while the head is applied, so that p is computed once for them.
 SUBSETS_TOGETHER = 16
-# leading output directions that `explained` keeps; the rest of a feature's variance is small.
-MAX_OUTPUTS = 256
+# leading output directions that `explained` keeps; solving for all of a feature's would double its cost.
+MAX_OUTPUTS = 128
+# penalties to choose from, of the mean squared input: little for many rows, much for few.
+PENALTIES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,29 +79,34 @@ class RidgeProbe:
         # centred sums: the regression has an intercept.
         self._gram = sums.gram - torch.outer(sums.input_sum, self._input_mean)
         self._cross = sums.cross - sums.input_sum[None, :, None] * self._output_mean[:, None, :]
-        self._spread = sums.output_square - sums.rows * self._output_mean.double().square().sum(1).cpu()
-        # of the mean square of an input, which is 1 by construction; one penalty for all subsets.
-        self.penalty = RIDGE_PENALTY * sums.rows
-        self._held_inputs = torch.cat(sums.held_inputs)
         self._held_outputs = torch.cat(sums.held_outputs, dim=1)
+        self._fit = HeldOutFit(
+            gram=self._gram,
+            cross=self._cross[1],
+            inputs=torch.cat(sums.held_inputs) - self._input_mean,
+            outputs=self._held_outputs[1] - self._output_mean[1],
+            size=self._dims,
+        ).in_leading_directions(MAX_OUTPUTS)
+        self.penalty = self._best_penalty()
         self._overlaps: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
+        self._by_row: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def explained(self, subsets: Sequence[tuple[int, ...]]) -> Tensor:
-        """Penalised share of the variance of the feature at t+1 that each subset explains, `[subsets]`.
+        """Share of the feature's variance at t+1 that each subset explains on held-out rows, `[subsets]`.
 
-        From the sums alone, on the rows of the fit: 1 - min_W (|Y - X W|^2 + penalty |W|^2) / |Y|^2. It ranks
-        subsets of one size; between sizes use `score`, which is held out.
+        Of its `MAX_OUTPUTS` leading directions; `score` tells that of all.
         """
         self._check(subsets)
-        gain = explained_by_subset(
-            self._gram,
-            _leading(self._cross[1], MAX_OUTPUTS),
-            self._dims,
-            self.penalty,
-            subsets,
-            always=self.num_boundaries,
-        )
-        return gain / float(self._spread[1])
+        return self._fit.explained([(*subset, self.num_boundaries) for subset in subsets], self.penalty)
+
+    def _best_penalty(self) -> float:
+        """The penalty under which early, middle and late boundaries explain most, together and alone."""
+        last = self.num_boundaries - 1
+        spread = tuple(sorted({last // 4, last // 2, last}))
+        sets = [(*subset, self.num_boundaries) for subset in (spread, *((block,) for block in spread))]
+        # of the mean square of an input, which is 1 by construction.
+        scaled = [penalty * self.rows for penalty in PENALTIES]
+        return max(scaled, key=lambda penalty: float(self._fit.explained(sets, penalty).sum()))
 
     def score(self, subsets: Sequence[tuple[int, ...]]) -> list[ProbeScore]:
         """Overlaps and explained variance of each subset on held-out rows."""
@@ -118,18 +125,21 @@ class RidgeProbe:
             for key in keys
         ]
 
+    def overlap_by_row(self, subsets: Sequence[tuple[int, ...]]) -> Tensor:
+        """Overlap for x_{t+2} on every held-out row, `[subsets, rows]`, float64, for resampling."""
+        self.score(subsets)
+        return torch.stack([self._by_row[tuple(subset), 1] for subset in subsets])
+
     def predict(self, subset: Sequence[int], *, second: bool) -> Tensor:
         """Held-out predictions of the feature at t+1 (`second`) or t, `[rows, hidden]`."""
         blocks = [*subset, self.num_boundaries] if second else list(subset)
-        offsets = torch.arange(self._dims, device=self._gram.device)
-        columns = torch.cat([block * self._dims + offsets for block in blocks])
+        columns = self._fit.columns(blocks)
         weights = ridge_solve(
             self._gram[columns][:, columns],
             self._cross[int(second), columns],
             torch.tensor(self.penalty, dtype=torch.float64, device=self._gram.device),
         )
-        centred = self._held_inputs[:, columns] - self._input_mean[columns]
-        return centred @ weights + self._output_mean[int(second)]
+        return self._fit.inputs[:, columns] @ weights + self._output_mean[int(second)]
 
     def _check(self, subsets: Sequence[tuple[int, ...]]) -> None:
         for subset in subsets:
@@ -138,19 +148,21 @@ class RidgeProbe:
     def _measure(self, wanted: list[tuple[tuple[int, ...], int]]) -> None:
         """Overlap and held-out explained variance of some (subset, output) pairs."""
         predictions = [self.predict(subset, second=bool(which)) for subset, which in wanted]
-        overlaps = torch.zeros(len(wanted), dtype=torch.float64)
+        overlaps: list[list[Tensor]] = [[] for _ in wanted]
         for rows in self._row_blocks():
             laws = [self._law(self._held_outputs[which, rows]) for which in (0, 1)]
             for index, (_, which) in enumerate(wanted):
                 guess = self._law(predictions[index][rows])
-                overlaps[index] += float(torch.minimum(laws[which], guess).sum(dtype=torch.float64))
+                overlap = torch.minimum(laws[which], guess).sum(dim=-1, dtype=torch.float64)
+                overlaps[index].append(overlap.cpu())
         for index, each in enumerate(wanted):
             actual = self._held_outputs[each[1]]
             left = (actual - predictions[index]).double().square().sum()
             spread = (actual - actual.mean(dim=0)).double().square().sum()
             # features that do not vary leave nothing to explain.
             share = 1.0 - float(left / spread) if spread > 0 else 0.0
-            self._overlaps[each] = (float(overlaps[index]) / self.held_rows, share)
+            self._by_row[each] = torch.cat(overlaps[index])
+            self._overlaps[each] = (float(self._by_row[each].mean()), share)
 
     def _law(self, features: Tensor) -> Tensor:
         return self._logits(features).softmax(dim=-1)
@@ -159,15 +171,3 @@ class RidgeProbe:
         vocab = self._logits(self._held_outputs[1, :1]).shape[-1]
         step = max(1, BLOCK_ELEMENTS // vocab)
         return [slice(low, low + step) for low in range(0, self.held_rows, step)]
-
-
-def _leading(cross: Tensor, width: int) -> Tensor:
-    """Cross sums turned to their leading output directions, `[inputs, at most width]`.
-
-    A rotation of the outputs changes no explained variance; what is dropped has the least of it.
-    """
-    if cross.shape[1] <= width:
-        return cross
-    moment = (cross.mT @ cross).double()
-    directions = torch.linalg.eigh(moment).eigenvectors[:, -width:]
-    return cross @ directions.to(cross.dtype)

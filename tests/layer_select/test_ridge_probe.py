@@ -12,12 +12,12 @@ from torch import Tensor
 
 from specdec import hf
 from specdec.errors import SpecdecError
-from specdec.layer_select.block_elimination import explained_by_subset
 from specdec.layer_select.config import ScoreConfig
+from specdec.layer_select.held_out_fit import HeldOutFit
 from specdec.layer_select.probe_sums import ProbeCollector, ProbeSums
 from specdec.layer_select.readout import Readout
 from specdec.layer_select.ridge import ridge_solve, unit_rms
-from specdec.layer_select.ridge_probe import RidgeProbe
+from specdec.layer_select.ridge_probe import PENALTIES, RidgeProbe
 
 TOLERANCE = 1e-6
 BOUNDARIES, HIDDEN, VOCAB = 5, 6, 19
@@ -78,37 +78,39 @@ def test_predictions_overlaps_and_variance_are_those_of_scikit_learn_on_the_same
             assert score.explained == pytest.approx(1 - left / spread, abs=TOLERANCE)
 
 
-def test_explained_variance_of_every_subset_is_the_penalised_fit_of_scikit_learn(probe: RidgeProbe) -> None:
-    """Catches a wrong Schur complement: subsets share eliminations, of every size up to all blocks."""
-    fit = [torch.cat(part, dim=-2).numpy() for part in zip(*(rows(60, s) for s in (1, 2, 3)), strict=True)]
+def test_explained_variance_of_every_subset_is_held_out_and_that_of_its_score(probe: RidgeProbe) -> None:
+    """Catches variance on the rows of the fit, which rises with every input, and rows in another order."""
     subsets = [s for size in range(1, BOUNDARIES + 1) for s in combinations(range(BOUNDARIES), size)]
-    values = probe.explained(subsets[::-1]).tolist()[::-1]
-    y = fit[1][1]
-    spread = ((y - y.mean(axis=0)) ** 2).sum()
-    for subset, value in zip(subsets, values, strict=True):
-        x = fit[0][:, columns(subset, token=True)]
-        model = Ridge(alpha=probe.penalty).fit(x, y)
-        loss = ((y - model.predict(x)) ** 2).sum() + probe.penalty * (model.coef_**2).sum()
-        assert value == pytest.approx(1 - loss / spread, abs=TOLERANCE)
+    values = probe.explained(subsets).tolist()
+    scores = probe.score(subsets)
+    assert values == pytest.approx([score.explained for score in scores], abs=TOLERANCE)
 
 
-def test_adding_a_boundary_never_lowers_what_is_explained(probe: RidgeProbe) -> None:
-    small, large = probe.explained([(1, 3), (1, 2, 3)]).tolist()
-    assert large > small
+def test_output_directions_that_are_kept_are_those_the_inputs_move_most() -> None:
+    """Two of four rotated directions carry nearly everything; leaving out the others changes little."""
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    weights = torch.randn(9, 4, dtype=torch.float64) * torch.tensor([3.0, 2.0, 0.01, 0.01]) @ rotation
+    x, held = torch.randn(80, 9, dtype=torch.float64), torch.randn(40, 9, dtype=torch.float64)
+    fit = HeldOutFit(gram=x.mT @ x, cross=x.mT @ (x @ weights), inputs=held, outputs=held @ weights, size=3)
+    few = fit.in_leading_directions(2)
+    assert few.cross.shape == (9, 2)
+    subsets = [(0,), (1, 2), (0, 1, 2)]
+    whole = fit.explained(subsets, 0.5)
+    assert torch.allclose(few.explained(subsets, 0.5), whole, atol=1e-3)
+    assert (whole.diff() > 0).all()
+    assert fit.in_leading_directions(4) is fit
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_elimination_equals_a_solve_for_each_subset(size: int) -> None:
-    x = torch.randn(50, 7 * size, dtype=torch.float64)
-    y = torch.randn(50, 4, dtype=torch.float64)
-    gram, cross = x.mT @ x, x.mT @ y
-    subsets = [(), (0,), (6,), (1, 2), (0, 5), (0, 1, 2), (0, 2, 6), (1, 2, 4, 5), (0, 1, 2, 4, 5, 6)]
-    found = explained_by_subset(gram, cross, size, 0.7, subsets, always=3)
-    for subset, value in zip(subsets, found.tolist(), strict=True):
-        used = [b * size + o for b in [*subset, 3] for o in range(size)]
-        matrix = gram[used][:, used] + 0.7 * torch.eye(len(used), dtype=torch.float64)
-        expected = (cross[used] * torch.linalg.solve(matrix, cross[used])).sum().item()
-        assert value == pytest.approx(expected, rel=1e-9)
+def test_the_penalty_is_the_best_of_those_offered_and_grows_when_inputs_say_nothing() -> None:
+    """Catches one fixed penalty, under which few rows rank sets by how well they fit noise."""
+    noise = ProbeSums.empty(BOUNDARIES + 1, HIDDEN, HIDDEN, dtype=torch.float64, device=torch.device("cpu"))
+    for _ in range(2):
+        noise.add(torch.randn(60, 36, dtype=torch.float64), torch.randn(2, 60, HIDDEN, dtype=torch.float64))
+        noise.hold_out(
+            torch.randn(30, 36, dtype=torch.float64), torch.randn(2, 30, HIDDEN, dtype=torch.float64)
+        )
+    made = RidgeProbe(noise, num_boundaries=BOUNDARIES, logits_of_features=lambda f: f @ HEAD)
+    assert made.penalty == max(PENALTIES) * made.rows
 
 
 def test_ridge_solver_agrees_with_scikit_learn() -> None:
