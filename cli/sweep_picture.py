@@ -1,9 +1,9 @@
 """The picture of a sweep: fidelity against cost, and against the linear front of section 3.0.
 
 Left: total variation a token against the target's processor time a committed token; points that another
-dominates are hollow. Right: total variation at drafted positions against the share of drafts rejected there;
-no rule that verifies one draft can lie below the line TV = TV(p, q) - rejection. Printable without colour:
-drafts differ by marker, and rules are numbered.
+dominates are hollow. Right: total variation at drafted positions against the share of drafts rejected there,
+where drafts were drawn; no rule that verifies one draft can lie below the line TV = TV(p, q) - rejection.
+Printable without colour: drafts differ by marker, and rules are numbered.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _front_panel(
     drawn = []
     for record in records:
         variation, rejection = record["total_variation_drafted"], record["rejection_rate"]
-        if variation is None or rejection is None:
+        # deterministic drafts have a front of their own, that of a one-hot q
+        if variation is None or rejection is None or record["draft_total_variation"] is None:
             continue
         drawn.append(record)
         _point(axes, record, rejection, variation, markers, numbers)
@@ -94,7 +95,7 @@ def _front_panel(
         )
     axes.set_xlabel("share of drafted tokens rejected")
     axes.set_ylabel("total variation at drafted tokens")
-    axes.set_title("what giving up fidelity buys", fontsize=9)
+    axes.set_title("what giving up fidelity buys, drawn drafts", fontsize=9)
     axes.set_xlim(left=0)
     axes.grid(color="#dddddd", linewidth=0.6)
 

@@ -78,12 +78,12 @@ class Prices:
             p = process_logits(step.logits[row : row + 1], self.params)[0].numpy()
             self.positions += 1
             self.excluded_tokens += p[text[position + 1]] == 0.0
-            self._price(p, _draft_law(step, node, len(p)))
+            self._price(p, *_draft_law(step, node, len(p)))
 
-    def _price(self, p: Law, q: Law | None) -> None:
+    def _price(self, p: Law, q: Law | None, drawn: bool) -> None:
         emitted = self.law_at(p, q)
-        if q is not None:
-            self.drafted += 1
+        self.drafted += q is not None
+        if q is not None and drawn:
             self.draft_variations.append(total_variation(p, q))
         if emitted is None:
             self.undeclared += 1
@@ -99,7 +99,10 @@ class Prices:
             self.above_bound += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Means over positions, and what must not happen; None where the rule declares no law."""
+        """Means over positions, and what must not happen; None where the rule declares no law.
+
+        `draft_total_variation` is that of the draft's law where children were drawn from it.
+        """
         return {
             "positions": self.positions,
             "drafted_positions": self.drafted,
@@ -122,10 +125,15 @@ def _mean(values: list[float]) -> float | None:
     return mean
 
 
-def _draft_law(step: VerifiedStep, node: int, vocab: int) -> Law | None:
-    """Law of the draft below a node: drawn from, one-hot for deterministic children, None without any."""
+def _draft_law(step: VerifiedStep, node: int, vocab: int) -> tuple[Law | None, bool]:
+    """Law of the draft below a node, and whether children were drawn from it.
+
+    One-hot for deterministic children; None without any.
+    """
     children = step.tree.children[node]
     if not children:
-        return None
+        return None, False
     drawn = draft_row(step.tree, node)
-    return one_hot(step.tree.token_ids[children[0]], vocab) if drawn is None else drawn
+    if drawn is None:
+        return one_hot(step.tree.token_ids[children[0]], vocab), False
+    return drawn, True
