@@ -41,7 +41,7 @@ def audit(
     task_limit: Annotated[int, typer.Option(min=1, help="Tasks used of each set.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of C2 to C4.")] = 64,
     task_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer to a task.")] = 160,
-    draws: Annotated[int, typer.Option(min=100, help="Draws of each rule on tensors (C1).")] = 20000,
+    draws: Annotated[int, typer.Option(min=100, help="Draws of each rule on tensors (C1).")] = 10000,
     engine_draws: Annotated[
         int, typer.Option(min=0, help="Answers through the engine (C1); 0 leaves it out.")
     ] = 1000,

@@ -182,8 +182,7 @@ class Audit:
             prompts = [ids for _, ids in batch]
             with recording(self.drafting) as steps:
                 results = self._generate(self.drafting, prompts, request)
-                if "C4" in plan.levels:
-                    invariant.take(steps)
+                invariant.take(steps)
             if "C2" in plan.levels:
                 expected = self._generate(self.plain, prompts, plain)
                 compared.take([name for name, _ in batch], results, expected)
@@ -192,6 +191,7 @@ class Audit:
             f"{len(plan.prompts)} prompts of up to {plan.max_tokens} tokens, greedy, batch {plan.batch_size}"
         )
         levels = []
+        compared.condemn(invariant.spoiled)
         if "C2" in plan.levels:
             levels.append(trajectory_result("C2", [compared], [sizes]))
         if "C4" in plan.levels:

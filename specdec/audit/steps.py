@@ -46,6 +46,8 @@ class StepInvariant:
     name_of: Callable[[Sequence], str]
     depths: dict[int, _Depth] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
+    # prompt -> number of its first token that was chosen from a row unlike the plain pass's
+    spoiled: dict[str, int] = field(default_factory=dict)
 
     def take(self, steps: list[VerifiedStep]) -> None:
         """Compare the steps of finished sequences and empty the list."""
@@ -83,11 +85,14 @@ class StepInvariant:
         counts.total += difference
         counts.largest = max(counts.largest, difference)
         counts.not_chosen += self.greedy and not chosen
+        index, name = position + 1 - seq.prompt_len, self.name_of(seq)
+        if above:
+            self.spoiled[name] = min(index, self.spoiled.get(name, index))
         if (above or (self.greedy and not chosen)) and len(self.findings) < MAX_FINDINGS:
             self.findings.append(
                 {
-                    "prompt": self.name_of(seq),
-                    "index": position + 1 - seq.prompt_len,
+                    "prompt": name,
+                    "index": index,
                     "depth": depth,
                     "relative_difference": difference,
                     "token_is_the_argmax_of_its_row": chosen,

@@ -8,8 +8,8 @@ and a difference counts as harmless only where the reference finds a near tie (`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -71,6 +71,20 @@ class Trajectories:
             self._plain_scored += len(other.token_ids)
             self._surprise += surprise if found is None else self._surprise_of(one)
             self._scored += len(one.token_ids)
+
+    def condemn(self, spoiled: Mapping[str, int]) -> None:
+        """Call a difference a bug whose text was chosen from wrong rows (C4) before or at that place.
+
+        A near tie is where equal rows round differently; where the rows are not equal, a small margin excuses
+        nothing.
+
+        Args:
+            spoiled: prompt -> number of its first token from a wrong row.
+        """
+        self.differences = [
+            replace(found, verdict="bug") if spoiled.get(found.prompt, math.inf) <= found.index else found
+            for found in self.differences
+        ]
 
     def _surprise_of(self, result: GenerationResult) -> float:
         text = [*result.prompt_token_ids, *result.token_ids]
@@ -137,7 +151,12 @@ def trajectory_result(level: str, compared: Sequence[Trajectories], notes: Seque
             f"{rule}; a near tie is a gap of at most {noise.near_tie:.3g} ({unit}) in the fp32 reference: "
             f"{MARGIN_SAFETY:g} times the largest change of a leading token's distance to the best one under "
             f"harmless changes ({noise.margin:.3g}, {noise.positions} positions), or the spacing of numbers "
-            f"of this dtype at the largest logit ({noise.scale:.3g})",
+            f"of this dtype at the largest logit ({noise.scale:.3g})"
+            + (
+                "; and the tree pass must have the plain pass's rows up to there (C4)"
+                if level == "C2"
+                else ""
+            ),
         ),
         findings=findings,
     )

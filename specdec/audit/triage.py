@@ -2,7 +2,8 @@
 
 A near tie is a place where the reference's own logits of the two tokens, and of its best one, lie closer
 together than harmless changes move them (`Noise.near_tie`): rounding decides there. Anything else is a bug,
-however small the reference's top-2 margin: both figures are given.
+however small the reference's top-2 margin: both figures are given. Whether the rows that chose were right is
+not known here (`Trajectories.condemn`).
 """
 
 from __future__ import annotations

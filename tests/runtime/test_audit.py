@@ -25,6 +25,7 @@ from specdec.audit.plan import AuditPlan, check_plan
 from specdec.audit.recording import recording
 from specdec.audit.reference import Noise, PlainReference
 from specdec.audit.run import Audit
+from specdec.audit.trajectory import Trajectories
 from specdec.audit.triage import first_difference, triage_greedy, triage_race
 from specdec.config import EngineConfig, SpecConfig
 from specdec.drafter import DraftRequest
@@ -240,7 +241,7 @@ def test_a_planted_fault_is_a_bug_and_no_near_tie(
     assert levels["C4"].findings
     assert levels["C2"].passed is False
     assert levels["C2"].figures[0].values["bugs"] > 0
-    assert "bug" in {finding["verdict"] for finding in levels["C2"].findings}
+    assert {finding["verdict"] for finding in levels["C2"].findings} == {"bug"}
     assert root.values["rows"] > 0
 
 
@@ -291,6 +292,21 @@ def test_near_ties_are_told_from_bugs(tiny_llama: Path) -> None:
     cut = triage_greedy("a", prompt, plain[:5], plain, reference, wild)
     assert cut is not None
     assert cut.verdict == "bug", "equal tokens do not end in one place and go on in another"
+
+
+def test_a_small_margin_excuses_no_wrong_row(tiny_llama: Path) -> None:
+    """A planted fault that happens to flip a near tie: the rows say that it was no rounding."""
+    engine = Engine(tiny_llama, config=EngineConfig(max_num_seqs=1, kv_tokens=256))
+    noise = Noise(margin=100.0, relative=0.0, positions=1, scale=1.0, epsilon=0.0)
+    results = engine.generate([ids for _, ids in PROMPTS[:2]], SamplingParams(max_tokens=6))
+    changed = [replace(one, token_ids=[*one.token_ids[:3], 9, *one.token_ids[4:]]) for one in results]
+    compared = Trajectories(setting="x", reference=PlainReference(engine.decoder), noise=noise, exact=False)
+    compared.take(["a", "b"], changed, results)
+    assert [found.verdict for found in compared.differences] == ["near tie", "near tie"]
+    # of a the row of the difference itself is wrong, of b one after it
+    compared.condemn({"a": 3, "b": 4})
+    assert [found.verdict for found in compared.differences] == ["bug", "near tie"]
+    assert compared.figure().passed is False
 
 
 def test_a_race_has_a_margin_too(tiny_llama: Path) -> None:
