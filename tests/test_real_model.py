@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec.cli.datasets import load_prompts
+from specdec.cli.main import main
 from specdec.config import EngineConfig, SpecConfig
 from specdec.drafts import shipped_drafts
 from specdec.engine import Engine
@@ -64,3 +66,15 @@ def test_the_shipped_draft_changes_no_token_and_is_accepted(
     # the figure on all of MT-bench is in results/; a few short answers scatter by about 0.1
     assert total.acceptance_length is not None
     assert total.acceptance_length > 1.25
+
+
+def test_the_demo_ends_with_its_figures(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command as `make demo`, on two prompts."""
+    assert main(["demo", "--work", str(tmp_path), "--prompts", "2", "--max-tokens", "16"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["identical"] == figures["prompts"] == 2
+    assert figures["acceptance_length"] >= 1.0
+    promised = {"target", "boundaries", "tokens_per_second_plain", "tokens_per_second_speculative", "speedup"}
+    assert promised <= set(figures)
