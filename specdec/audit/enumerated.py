@@ -82,12 +82,12 @@ def _enumerate(rule: BoundRule) -> Figure:
             step = _step(rule, target, draft, shape.branching)
             law = declared_law(rule, target, draft, len(shape.branching))
             error = max(error, law_error(step, law, shape.vocab))
-            # of the first token there is a draft for certain
-            emitted = law(())
-            over = max(over, overshoot(emitted, target(())))
+            # of the first token there is a draft for certain; a lossless rule keeps the law it has without one
+            kept = rule.bonus_law(target(())) if lossless else target(())
+            over = max(over, overshoot(law(()), kept))
             excluded = max(excluded, _excluded_mass(step, target))
     bound = rule.overshoot_bound
-    bounded = bound is None or rule.rule.name == "greedy" or over <= bound * (1.0 + TOLERANCE)
+    bounded = bound is None or over <= bound * (1.0 + TOLERANCE)
     return Figure(
         name=rule.label,
         values=_values(rule, cases=len(shapes) * len(TOY_KINDS), error=error, over=over, excluded=excluded),
