@@ -82,7 +82,7 @@ def _enumerate(rule: BoundRule) -> Figure:
             step = _step(rule, target, draft, shape.branching)
             law = declared_law(rule, target, draft, len(shape.branching))
             error = max(error, law_error(step, law, shape.vocab))
-            # of the first token there is a draft for certain; a lossless rule keeps the law it has without one
+            # of the first token there is a draft for certain; a lossless rule keeps its law without one
             kept = rule.bonus_law(target(())) if lossless else target(())
             over = max(over, overshoot(law(()), kept))
             excluded = max(excluded, _excluded_mass(step, target))
