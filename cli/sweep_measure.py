@@ -84,7 +84,6 @@ def decode(
     params: SamplingParams,
     batch_size: int,
     watch: Callable[[list[VerifiedStep]], None] | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
 ) -> Decoded:
     """Answer tasks batch by batch.
 
@@ -94,7 +93,6 @@ def decode(
         params: the request; the seed of each task is this one and its number.
         batch_size: requests decoded at once.
         watch: given the verify steps of each batch; None: they are not recorded.
-        on_progress: told how many answers there are.
 
     Raises:
         SpecdecError: a request that cannot be decoded so, or one that failed.
@@ -125,7 +123,6 @@ def decode(
             found.stats.append(result.stats)
             found.contexts.append(len(result.prompt_token_ids) + len(result.token_ids) / 2)
             found.rule = result.rule
-        on_progress(len(found.answers))
     return found
 
 
@@ -180,9 +177,7 @@ class SweepBench:
         return Engine(self.base, draft=None if point.draft == PLAIN else point.draft, config=config)
 
 
-def measure(
-    bench: SweepBench, point: SweepPoint, on_progress: Callable[[int], None] = lambda _: None
-) -> dict[str, Any]:
+def measure(bench: SweepBench, point: SweepPoint) -> dict[str, Any]:
     """Measure a point.
 
     Raises:
@@ -201,7 +196,7 @@ def measure(
         limit=PRICED_POSITIONS,
     )
     decode(engine, bench.tasks[: point.batch_size], params, point.batch_size, watch=prices.take)
-    found = decode(engine, bench.tasks, params, point.batch_size, on_progress=on_progress)
+    found = decode(engine, bench.tasks, params, point.batch_size)
     return {**_figures(bench, point, found), "exact": lossless, **prices.to_dict()}
 
 
@@ -247,10 +242,6 @@ def _figures(bench: SweepBench, point: SweepPoint, found: Decoded) -> dict[str, 
         "tasks": len(right),
         "right_by_task": [int(one) for one in right],
         "scores": score_table(bench.tasks, right),
-        "training_target_tokens": cost.training_target_tokens,
-        "training_seconds": cost.training_seconds,
-        "training_tap_bytes": cost.training_tap_bytes,
-        "draft_memory_bytes": cost.memory_bytes(round(point.batch_size * context)),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 from specdec.audit.goodness import sign_test
+from specdec.audit.parity import Task
 from specdec.cli.console import print_table, progress, say
 from specdec.cli.outputs import require_writable
 from specdec.cli.paper import Notes, Paper, Picture, Section, Table, cell_text, write_paper
 from specdec.cli.shapes import parse_shape
+from specdec.cli.sweep_cost import draft_cost
 from specdec.cli.sweep_measure import SweepBench, measure
 from specdec.cli.sweep_picture import draw_sweep
 from specdec.cli.sweep_points import AXES, PLAIN, SweepPoint, check_lossy, grid, mark_dominated, parse_rule
@@ -21,7 +24,7 @@ from specdec.config import EngineConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
 from specdec.hub import resolve_target
-from specdec.provenance import RunRecord, folder_fingerprint, read_json, write_json_atomic
+from specdec.provenance import RunRecord, folder_fingerprint, git_state, read_json, write_json_atomic
 from specdec.requests import PromptEncoder
 from specdec.sampling_params import SamplingParams
 
@@ -43,6 +46,18 @@ COLUMNS = {
     "draft MB": "draft_megabytes",
     "dominated": "dominated",
 }
+# those a terminal has room for; the report has them all
+PRINTED = (
+    "setting",
+    "accept length",
+    "interval",
+    "GFLOP/token",
+    "target cpu ms/token",
+    "TV/token",
+    "largest pi/p",
+    "right",
+    "dominated",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +96,7 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
         options.task_limit,
         lambda text: encoder.encode([{"role": "user", "content": text}]),
     )
+    longest = max(len(task.token_ids) for task in tasks) + options.max_tokens
     shared = _shared(options, folder)
     bench: SweepBench | None = None
     records: list[dict[str, Any]] = []
@@ -89,20 +105,21 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
             path = options.out / "points" / f"{point.key(shared)}.json"
             if not path.exists():
                 # weights are read only when something is left to do
-                bench = bench or _bench(options, folder, tasks)
+                bench = bench or _bench(options, folder, tasks, longest)
                 write_json_atomic(path, _measure(bench, point))
             records.append(read_json(path))
             bar.update(number + 1, point.label)
     measured = [record for record in records if "refused" not in record]
     refused = [record for record in records if "refused" in record]
     _compare_with_plain(measured)
+    for record in measured:
+        _add_draft_cost(record, longest)
     for record, better in zip(measured, mark_dominated(measured), strict=True):
         record["dominated_by"] = better
         record["dominated"] = bool(better)
-        record["draft_megabytes"] = record["draft_memory_bytes"] / 1e6
     title = _title(options, len(tasks))
-    rows = [[cell_text(value) for value in _row(record)] for record in measured]
-    print_table(title, list(COLUMNS), rows)
+    rows = [[cell_text(value) for value in _row(record, PRINTED)] for record in measured]
+    print_table(title, PRINTED, rows)
     for record in refused:
         say(f"left out: {record['label']}: {record['refused']}")
     picture = options.out / "sweep.png"
@@ -139,8 +156,7 @@ def _shared(options: SweepOptions, folder: Path) -> dict[str, Any]:
     }
 
 
-def _bench(options: SweepOptions, folder: Path, tasks: list[Any]) -> SweepBench:
-    longest = max(len(task.token_ids) for task in tasks) + options.max_tokens
+def _bench(options: SweepOptions, folder: Path, tasks: list[Task], longest: int) -> SweepBench:
     return SweepBench(
         base=Engine(folder, config=EngineConfig(dtype=options.dtype, max_num_seqs=1, kv_tokens=64)),
         tasks=tasks,
@@ -152,9 +168,19 @@ def _bench(options: SweepOptions, folder: Path, tasks: list[Any]) -> SweepBench:
     )
 
 
+def _add_draft_cost(record: dict[str, Any], longest: int) -> None:
+    """Add what a point's draft costs by its shapes and its record; memory is that of a full batch."""
+    cost = draft_cost(record["draft"])
+    record["training_target_tokens"] = cost.training_target_tokens
+    record["training_seconds"] = cost.training_seconds
+    record["training_tap_bytes"] = cost.training_tap_bytes
+    record["draft_memory_bytes"] = cost.memory_bytes(record["batch_size"] * longest)
+    record["draft_megabytes"] = record["draft_memory_bytes"] / 1e6
+
+
 def _measure(bench: SweepBench, point: SweepPoint) -> dict[str, Any]:
     try:
-        return measure(bench, point, lambda done: None)
+        return {**measure(bench, point), "git": git_state()}
     except SpecdecError as error:
         return {"label": point.label, "batch_size": point.batch_size, "refused": str(error)}
 
@@ -171,9 +197,9 @@ def _compare_with_plain(records: list[dict[str, Any]]) -> None:
         )
 
 
-def _row(record: dict[str, Any]) -> list[Any]:
+def _row(record: dict[str, Any], columns: Sequence[str] = tuple(COLUMNS)) -> list[Any]:
     row = []
-    for name in COLUMNS.values():
+    for name in (COLUMNS[column] for column in columns):
         value = record[name]
         if name == "acceptance_length_interval" and value is not None:
             value = f"{value[0]:.2f}..{value[1]:.2f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ def test_a_sweep_measures_each_point_once(
     plain = next(point for point in summary["points"] if point["draft"] == PLAIN)
     assert plain["acceptance_length"] == 1.0
     assert plain["draft_memory_bytes"] == 0
+    assert plain["git"]
     assert points["exact"]["exact"] is True
     assert points["exact"]["total_variation"] == 0.0
     lossy = points["thresholds:threshold_acc=0.5"]
@@ -68,11 +68,11 @@ def test_a_sweep_goes_on_where_it_stopped(
     command = ["sweep", str(tiny_llama), "--out", str(out), "--batch-size", "4", *SMALL]
     real, seen = sweep_run.measure, []
 
-    def killed(bench: Any, point: SweepPoint, on_progress: Callable[[int], None]) -> dict[str, Any]:
+    def killed(bench: Any, point: SweepPoint) -> dict[str, Any]:
         seen.append(point.label)
         if point.draft != PLAIN and len(seen) == 2:
             raise KeyboardInterrupt
-        return real(bench, point, on_progress)
+        return real(bench, point)
 
     monkeypatch.setattr(sweep_run, "measure", killed)
     assert main(command) == 130
