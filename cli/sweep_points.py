@@ -2,9 +2,9 @@
 
 Owns the grid and the Pareto order. Axes, in which less is better: verify cost per committed token (FLOPs, and
 measured processor milliseconds), minus acceptance length, distance from the target's law (total variation a
-token), draft training cost (target tokens read), memory. A point is dominated when another one of the same
-batch size is no worse on every axis and better on one; point estimates are compared, intervals are given
-beside them.
+token, and overshoot, since rules of equal total variation and acceptance differ by that), draft training cost
+(target tokens read), memory. A point is dominated when another one of the same batch size is no worse on
+every axis and better on one; point estimates are compared, intervals are given beside them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ AXES: dict[str, int] = {
     "verify_cpu_ms_per_token": 1,
     "acceptance_length": -1,
     "total_variation": 1,
+    "largest_overshoot": 1,
     "training_target_tokens": 1,
     "draft_memory_bytes": 1,
 }
