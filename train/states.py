@@ -23,6 +23,7 @@ from torch import Tensor
 
 from specdec.errors import SpecdecError
 from specdec.hf import BoundaryTap, final_norm, num_decoder_layers, output_head, run_decoder
+from specdec.layer_select.readout import Readout
 from specdec.provenance import sha256_text
 from specdec.train.batching import SequenceStates
 from specdec.train.sequences import TrainSequence
@@ -62,6 +63,20 @@ class TargetStates:
         weight = self._head.weight
         assert isinstance(weight, Tensor), "an output head carries a weight tensor"
         self._weight = weight.detach()
+        self._require_plain_logits()
+
+    def _require_plain_logits(self) -> None:
+        """Refuse a target that caps or scales its logits: the teacher here is its output head alone."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(2, self.hidden_size, generator=generator).to(self._weight)
+        with torch.no_grad():
+            alone = self._head(rows).float()
+        whole = Readout(self.model).logits_of_features(rows)
+        if not torch.allclose(alone, whole, rtol=1e-2, atol=1e-3 * float(alone.abs().max())):
+            raise SpecdecError(
+                f"target ({type(self.model).__name__}) caps or scales its logits after the output head; heads "
+                "cannot be trained for it (layer selection works)"
+            )
 
     @property
     def hidden_size(self) -> int:

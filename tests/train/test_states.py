@@ -125,3 +125,19 @@ def test_a_state_outside_fp16_names_boundary_and_sequence(tiny_llama: Path) -> N
         model.model.layers[2].mlp.down_proj.weight.mul_(1e6)
     with pytest.raises(SpecdecError, match="boundary 3 of sequence 's0'"):
         TargetStates(model, BOUNDARIES).fetch(_sequences([8]))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}),
+        ("granite", {"logits_scaling": 5.0}),
+    ],
+)
+def test_a_target_that_reshapes_its_logits_is_refused(
+    family: str, settings: dict[str, Any], tiny_model_factory: Any
+) -> None:
+    """Its output head alone is another law, and a head trained on that would be accepted less, silently."""
+    model = load_hf_model(tiny_model_factory(family, **settings))
+    with pytest.raises(SpecdecError, match="caps or scales its logits"):
+        TargetStates(model, BOUNDARIES)
