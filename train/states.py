@@ -74,7 +74,7 @@ class TargetStates:
         whole = Readout(self.model).logits_of_features(rows)
         if not torch.allclose(alone, whole, rtol=1e-2, atol=1e-3 * float(alone.abs().max())):
             raise SpecdecError(
-                f"target ({type(self.model).__name__}) caps or scales its logits after the output head; heads "
+                f"target ({type(self.model).__name__}) caps or scales its logits after the head; drafts "
                 "cannot be trained for it (layer selection works)"
             )
 
