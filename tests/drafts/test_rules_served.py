@@ -37,7 +37,7 @@ PROMPTS = [
     [6],
     [11, 12, 13, 12, 13],
 ]
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
 EXACT_NAMES = [rule.name for rule in EXACT_RULES if rule.name != "greedy"]
 TREE_NAMES = [rule.name for rule in EXACT_RULES if rule.name != "greedy" and rule.topology == "tree"]
 CHAIN = SpecConfig(max_depth=3, top_k=1, max_nodes=3, adaptive=False, ngram_min=1)
@@ -100,7 +100,7 @@ def texts(engine: Engine, params: SamplingParams) -> list[list[int]]:
 # two at a time with prompts in chunks and trees over the budget; all together with too little memory
 REGIMES: list[dict[str, Any]] = [
     {"max_num_seqs": 2, "max_batch_tokens": 16},
-    {"kv_tokens": 96, "block_size": 4},
+    {"kv_tokens": 84, "block_size": 4},
 ]
 
 
@@ -142,7 +142,7 @@ def test_coupled_text_is_the_same_string_with_any_drafter(
     plain: Engine, head: Path, params: SamplingParams
 ) -> None:
     """C3: string equality when sampling."""
-    prompts = [[(17 * row + 5 * column) % 250 for column in range(2 + row % 9)] for row in range(40)]
+    prompts = [[(17 * row + 5 * column) % 250 for column in range(2 + row % 9)] for row in range(30)]
     each = seeded(replace(params, rule="coupled"), len(prompts))
     expected = [result.token_ids for result in plain.generate(prompts, each)]
     assert len({tuple(text) for text in expected}) == len(prompts)
@@ -158,7 +158,7 @@ def test_coupled_text_is_the_same_string_with_any_drafter(
 NUM_TOKENS = 4
 VOCAB = 5
 LAW_PROMPT = [1, 4, 2, 0, 3]
-NUM_REQUESTS = 1200
+NUM_REQUESTS = 800
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +182,10 @@ def small(
 @pytest.mark.parametrize(
     ("rule", "spelling", "shape"),
     [
-        ("rejection", "{}", (2, 1, 2)),
         ("block", "{}", (2, 1, 2)),
-        ("block", "ngram", (2, 1, 2)),
         ("coupled", "{}", (2, 2, 4)),
         ("rejection", "{}", (2, 2, 4)),
         ("traversal", "{}", (2, 3, 7)),
-        ("multi-round", "{}", (2, 2, 4)),
         ("k-seq", "{}", (2, 3, 7)),
         ("traversal", "ngram+{}", (2, 2, 4)),
     ],
