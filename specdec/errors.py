@@ -1,8 +1,9 @@
 """Errors that are the user's to mend.
 
 Owns the exception types whose message is written for people: the command line prints it in one line, without
-a traceback; the message of `BadLogitsError` stands in the result of its request. Knows nothing of how it is shown. A message says what was given, what is allowed and
-what to do next. Mistakes of the project itself are assertions, not these.
+a traceback; the message of `BadLogitsError` stands in the result of its request. Knows nothing of how it is
+shown. A message says what was given, what is allowed and what to do next. Mistakes of the project itself are
+assertions, not these.
 """
 
 
