@@ -1,9 +1,9 @@
 """One point of a sweep: answers, acceptance, time by part, the price of its law, and what it costs.
 
-Two passes over the tasks. The first batch alone is watched, to price the rule's law position by position, and
-warms up; then all tasks are decoded unwatched and timed. Times are of the steps after every prompt of the
-batch was read, since prompts cost the same in every setting. Beside wall time stands processor time, which
-other load on the machine disturbs less; points are compared by the latter.
+Two passes. Some tasks of all difficulties are decoded under watch, to price the rule's law position by
+position, which also warms up; then all tasks are decoded unwatched and timed. Times are of the steps after
+every prompt of the batch was read, since prompts cost the same in every setting. Beside wall time stands
+processor time, which other load on the machine disturbs less; points are compared by the latter.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ class SweepBench:
     kv_tokens: int
     lossy: bool
 
+    def watched(self, count: int) -> list[Task]:
+        """Tasks of all difficulties, for pricing: `count` of them, evenly spaced."""
+        count = min(count, len(self.tasks))
+        return [self.tasks[index * len(self.tasks) // count] for index in range(count)]
+
     def engine(self, point: SweepPoint) -> Engine:
         """The engine of a point."""
         spec = SpecConfig() if point.draft == PLAIN else parse_shape(point.shape)
@@ -195,7 +200,7 @@ def measure(bench: SweepBench, point: SweepPoint) -> dict[str, Any]:
         bound=1.0 if rule is None else rule.overshoot_bound,
         limit=PRICED_POSITIONS,
     )
-    decode(engine, bench.tasks[: point.batch_size], params, point.batch_size, watch=prices.take)
+    decode(engine, bench.watched(2 * point.batch_size), params, point.batch_size, watch=prices.take)
     found = decode(engine, bench.tasks, params, point.batch_size)
     return {**_figures(bench, point, found), "exact": lossless, **prices.to_dict()}
 

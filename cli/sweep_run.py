@@ -245,8 +245,8 @@ def _paper(title: str, measured: list[dict[str, Any]], refused: list[dict[str, A
                         "a point is dominated when another of the same batch size is no worse on every axis "
                         f"and better on one; axes: {', '.join(AXES)}",
                         "TV, KL and pi/p are of the rule's declared law along its own text, over at most 600 "
-                        "positions of the first batch; a rule without a declared law has none, dominates "
-                        "nothing and is dominated by nothing",
+                        "positions of tasks of all difficulties; a rule without a declared law has none, "
+                        "dominates nothing and is dominated by nothing",
                         "against plain p: McNemar's exact test of the right answers, paired by task",
                     ]
                 ),
