@@ -103,13 +103,15 @@ class Prices:
 
         `draft_total_variation` is that of the draft's law where children were drawn from it.
         """
+        # of a text whose drafted tokens have no declared law, the others' figures would say nothing
+        declared = self.undeclared == 0
         return {
             "positions": self.positions,
             "drafted_positions": self.drafted,
-            "total_variation": _mean(self.variations),
+            "total_variation": _mean(self.variations) if declared else None,
             "total_variation_drafted": _mean(self.drafted_variations),
-            "kl": _mean(self.divergences),
-            "largest_overshoot": self.largest_overshoot if self.variations else None,
+            "kl": _mean(self.divergences) if declared else None,
+            "largest_overshoot": self.largest_overshoot if self.variations and declared else None,
             "overshoot_bound": self.bound,
             "above_bound": self.above_bound,
             "excluded_tokens": int(self.excluded_tokens),

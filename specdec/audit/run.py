@@ -138,7 +138,9 @@ class Audit:
                 tests += tensor_tests(rule, plan.draws)
         notes = [f"tensors: float32 logits of 16 tokens, {plan.draws} draws a rule, each with its own seed"]
         notes += [f"{label} declares no law, so its draws are not tested" for label in undeclared]
-        if not plan.lossy and plan.engine_draws:
+        if plan.lossy:
+            notes.append("the engine's draws are tested under exact rules: a lossy one's law also needs q")
+        elif plan.engine_draws:
             prompts = plan.prompts[:1]
             self._report("C1: through the engine")
             request = self._request(temperature=1.0)

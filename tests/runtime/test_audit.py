@@ -462,6 +462,21 @@ def test_a_bounded_rule_is_held_to_its_bound_on_the_target(narrow: Path) -> None
     )
 
 
+def test_a_rule_without_a_law_is_not_priced(narrow: Path) -> None:
+    """The bonus tokens alone would make it look cheap, or dear."""
+    rule = rule_named("windowed")
+    config = EngineConfig(max_num_seqs=4, kv_tokens=512, allow_lossy=True, spec=CHAIN)
+    plain = Engine(narrow, config=config, rules=direct_rules(rule))
+    drafting = Engine(plain, draft=lambda view: DrawsFromLaws(12), config=config, rules=direct_rules(rule))
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=1)
+    found = four_baselines(plain, drafting, rule, easy_tasks(4), params, one_ahead=CHAIN, batch_size=4)
+    assert [one.name for one in found] == ["strict-target", "speculative"]
+    assert found[-1].prices["total_variation"] is None
+    assert found[-1].prices["largest_overshoot"] is None
+    assert found[-1].prices["excluded_tokens"] == 0
+    assert found[-1].stats.acceptance_length is not None
+
+
 def test_truncated_laws_are_the_allowed_tokens_of_p() -> None:
     p = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
     gate = truncated_law(rule_named("top-k-gate", {"k": 2}), p)
