@@ -42,7 +42,7 @@ def speedup_interval(
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArmCounts:
     """Counts of one setting that was tried under several seeds on the same prompts.
 
     `numerators` and `denominators` are `[seeds, prompts]`; the setting's figure is sum over sum.
@@ -79,19 +79,19 @@ class Difference:
         return 2.8 * self.standard_error
 
 
-def arm_interval(arm: Arm, *, seed: int = 0) -> tuple[float, float]:
+def arm_interval(arm: ArmCounts, *, seed: int = 0) -> tuple[float, float]:
     """95 % interval of an arm's figure, prompts and seeds both resampled."""
     low, high = _percentiles(_resampled(arm, *_draws(arm, seed)))
     return low, high
 
 
-def arm_difference(arm: Arm, reference: Arm, *, seed: int = 0) -> Difference:
+def arm_difference(arm: ArmCounts, reference: ArmCounts, *, seed: int = 0) -> Difference:
     """`arm` minus `reference`, paired: the same prompts and the same seeds are drawn for both.
 
     Where one has more seeds than the other, the seeds they share are compared.
     """
     seeds = min(len(arm.numerators), len(reference.numerators))
-    ours, theirs = (Arm(x.numerators[:seeds], x.denominators[:seeds]) for x in (arm, reference))
+    ours, theirs = (ArmCounts(x.numerators[:seeds], x.denominators[:seeds]) for x in (arm, reference))
     draws = _draws(ours, seed)
     values = _resampled(ours, *draws) - _resampled(theirs, *draws)
     return Difference(
@@ -101,7 +101,7 @@ def arm_difference(arm: Arm, reference: Arm, *, seed: int = 0) -> Difference:
     )
 
 
-def _draws(arm: Arm, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _draws(arm: ArmCounts, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """How often each seed `[resamples, seeds]` and each prompt `[resamples, prompts]` is drawn."""
     generator = np.random.default_rng(seed)
     seeds, prompts = arm.numerators.shape
@@ -111,7 +111,7 @@ def _draws(arm: Arm, seed: int) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _resampled(arm: Arm, seeds: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+def _resampled(arm: ArmCounts, seeds: np.ndarray, prompts: np.ndarray) -> np.ndarray:
     top, bottom = (((seeds @ counts) * prompts).sum(axis=1) for counts in (arm.numerators, arm.denominators))
     return np.asarray(top / bottom)
 

@@ -12,6 +12,9 @@ from typing import Annotated
 import typer
 
 from specdec.errors import SpecdecError, UsageError
+from specdec.train.study_config import STUDY_TRAINING, StudyConfig
+
+DEFAULT = StudyConfig()
 
 
 def study(
@@ -31,19 +34,27 @@ def study(
     probe_tokens: Annotated[
         int, typer.Option(help="Positions a ridge probe of every set is fitted on; 0 leaves it out.")
     ] = 8192,
-    train_tokens: Annotated[int, typer.Option(help="Answer tokens every head is trained on.")] = 40_000,
-    epochs: Annotated[float, typer.Option(help="Passes over them.")] = 2.0,
-    draft_vocab_size: Annotated[int, typer.Option(help="Tokens a head can say.")] = 4096,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Largest learning rate.")] = 3e-4,
-    held_out: Annotated[int, typer.Option(help="Conversations that measure acceptance.")] = 96,
-    served: Annotated[int, typer.Option(help="Of these, prompts also answered in the engine.")] = 16,
-    served_tokens: Annotated[int, typer.Option(help="Tokens of such an answer.")] = 64,
-    chain: Annotated[int, typer.Option(help="Drafted tokens of a verify step.")] = 4,
+    train_tokens: Annotated[
+        int, typer.Option(help="Answer tokens every head is trained on.")
+    ] = DEFAULT.train_tokens,
+    epochs: Annotated[float, typer.Option(help="Passes over them.")] = STUDY_TRAINING.epochs,
+    draft_vocab_size: Annotated[
+        int, typer.Option(help="Tokens a head can say.")
+    ] = STUDY_TRAINING.draft_vocab_size,
+    learning_rate: Annotated[
+        float, typer.Option("--lr", help="Largest learning rate.")
+    ] = STUDY_TRAINING.learning_rate,
+    held_out: Annotated[int, typer.Option(help="Conversations that measure acceptance.")] = DEFAULT.held_out,
+    served: Annotated[
+        int, typer.Option(help="Of these, prompts also answered in the engine.")
+    ] = DEFAULT.served,
+    served_tokens: Annotated[int, typer.Option(help="Tokens of such an answer.")] = DEFAULT.served_tokens,
+    chain: Annotated[int, typer.Option(help="Drafted tokens of a verify step.")] = DEFAULT.chain,
     max_hours: Annotated[float | None, typer.Option(help="Start no arm after this time.")] = None,
     states_cache: Annotated[
         Path | None, typer.Option(help="Folder that keeps target states (default: in --out).")
     ] = None,
-    keep_heads: Annotated[bool, typer.Option(help="Keep the trained heads.")] = False,
+    keep_heads: Annotated[bool, typer.Option(help="Keep the trained heads.")] = DEFAULT.keep_heads,
     picture: Annotated[Path | None, typer.Option(help="PNG of the comparison.")] = None,
 ) -> None:
     """Train heads on many tap sets with equal budget and compare their acceptance."""

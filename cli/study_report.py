@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau
 
-from specdec.cli.bootstrap import Arm, Difference, arm_difference, arm_interval
+from specdec.cli.bootstrap import ArmCounts, Difference, arm_difference, arm_interval
 from specdec.cli.console import print_table
 from specdec.layer_select.references import DEFAULT, UNIFORM
 from specdec.train.study_arms import TapSet
@@ -76,7 +76,7 @@ def _difference(found: Difference | None) -> dict[str, Any] | None:
 
 def compare(records: Sequence[Record], tap_sets: Sequence[TapSet]) -> list[Finding]:
     """Every tap set that has a record against the default triple, or the uniform set where K is not 3."""
-    arms: dict[tuple[int, ...], dict[str, Arm]] = {}
+    arms: dict[tuple[int, ...], dict[str, ArmCounts]] = {}
     for taps in tap_sets:
         mine = sorted(
             (r for r in records if tuple(r["boundaries"]) == taps.boundaries), key=lambda r: r["seed"]
@@ -105,9 +105,9 @@ def compare(records: Sequence[Record], tap_sets: Sequence[TapSet]) -> list[Findi
     return findings
 
 
-def _arm(records: Sequence[Record], figure: str) -> Arm:
+def _arm(records: Sequence[Record], figure: str) -> ArmCounts:
     where, top, bottom = FIGURES[figure]
-    return Arm(
+    return ArmCounts(
         np.array([[top(one) for one in record[where]] for record in records], dtype=float),
         np.array([[bottom(one) for one in record[where]] for record in records], dtype=float),
     )

@@ -17,8 +17,9 @@ from specdec.cli.study_report import compare, foresight, print_findings
 from specdec.cli.study_scores import subset_scores
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, folder_fingerprint, sha256_file, write_json_atomic
-from specdec.train.study import STUDY_TRAINING, Study, StudyConfig
+from specdec.train.study import Study
 from specdec.train.study_arms import order_arms, plan_tap_sets
+from specdec.train.study_config import STUDY_TRAINING, StudyConfig
 
 SCHEMA = "specdec.study/1"
 

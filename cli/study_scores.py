@@ -6,14 +6,14 @@ Owns how a per-boundary score becomes a score of a set. Knows nothing of arms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from specdec.errors import SpecdecError
 from specdec.layer_select.artifact import read_selection
+from specdec.layer_select.objective import Objective, mean_pairwise, z_scores
 
 Score = Callable[[tuple[int, ...]], float]
 
@@ -30,35 +30,29 @@ def subset_scores(path: Path, fingerprint: str) -> dict[str, Score]:
     document = read_selection(path)
     if document["target"].get("fingerprint") != fingerprint:
         raise SpecdecError(f"--scores ({path}) was measured on another target; run specdec select-layers")
-    cka = np.array(document["cka"])
+    cka = torch.tensor(document["cka"], dtype=torch.float64)
     scores: dict[str, Score] = {
-        name: _mean(entry["sign"] * np.array(entry["values"], dtype=float))
+        name: _mean(entry["sign"] * torch.tensor(entry["values"], dtype=torch.float64))
         for name, entry in document["scores"].items()
     }
-    scores["mean CKA (lower first)"] = lambda taps: -_redundancy(cka, taps)
-    scores["entropy + CKA objective"] = _objective(document, cka)
-    scores["mean boundary"] = lambda taps: float(np.mean(taps))
+    scores["mean pairwise CKA, lower first"] = lambda taps: -float(mean_pairwise(cka, torch.tensor([taps])))
+    scores[f"{document['estimator']} + CKA, lambda {document['lambda']:g}"] = _objective(document)
+    scores["mean boundary"] = lambda taps: sum(taps) / len(taps)
     scores["deepest boundary"] = lambda taps: float(max(taps))
     return scores
 
 
-def _mean(values: np.ndarray) -> Score:
+def _mean(values: torch.Tensor) -> Score:
     return lambda taps: float(values[list(taps)].mean())
 
 
-def _redundancy(cka: np.ndarray, taps: tuple[int, ...]) -> float:
-    pairs = [float(cka[a, b]) for a, b in combinations(taps, 2)]
-    return float(np.mean(pairs)) if pairs else 0.0
-
-
-def _objective(document: dict[str, Any], cka: np.ndarray) -> Score:
+def _objective(document: dict[str, Any]) -> Score:
+    """The evidence part of the file's objective: z-scores over the boundaries it allowed, its own lambda."""
     entry = document["scores"][document["estimator"]]
-    values = entry["sign"] * np.array(entry["values"], dtype=float)
-    # boundary 0 is not a candidate, so it does not shape the z-scores.
-    centre, spread = values[1:].mean(), values[1:].std() or 1.0
-    weight = float(document["lambda"])
-
-    def score(taps: tuple[int, ...]) -> float:
-        return float(((values[list(taps)] - centre) / spread).mean()) - weight * _redundancy(cka, taps)
-
-    return score
+    values = entry["sign"] * torch.tensor(entry["values"], dtype=torch.float64)
+    objective = Objective(
+        richness=z_scores(values, document["constraints"]["allowed"]),
+        likeness=torch.tensor(document["cka"], dtype=torch.float64),
+        diversity_weight=float(document["lambda"]),
+    )
+    return lambda taps: float(objective.evidence(torch.tensor([taps])))

@@ -16,7 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from specdec.hf import load_hf_model, load_tokenizer, num_decoder_layers, templa
 from specdec.provenance import folder_fingerprint, read_json, sha256_text, write_json_atomic
 from specdec.train.chat_data import load_chat_data
 from specdec.train.checkpoint import FOLDER
-from specdec.train.config import TrainConfig
 from specdec.train.evaluate import sequence_counts
 from specdec.train.head_init import head_weight
 from specdec.train.head_start import choose_vocab, start_head
@@ -37,54 +36,12 @@ from specdec.train.run import fill_progress
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StoredStates, TapSubset, TargetStates
 from specdec.train.study_arms import Arm
+from specdec.train.study_config import StudyConfig
 from specdec.train.study_measure import ServedPrompts, conversation_record
 from specdec.train.trainer import Trainer
 
 SCHEMA = "specdec.study-arm/1"
 RESULT_NAME = "result.json"
-# a small head trained for a minute or two: per-tap norms and the closed-form start in every arm
-STUDY_TRAINING = TrainConfig(
-    draft_vocab_size=4096, epochs=2.0, batch_rows=512, step_weight=0.6, depth_sampling=True
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyConfig:
-    """The budget every arm gets.
-
-    Attributes:
-        train_tokens: answer tokens of the training conversations.
-        held_out: conversations that measure acceptance offline.
-        served: of these, the prompts answered in the engine.
-        served_tokens: tokens of each such answer.
-        chain: drafted tokens of a verify step.
-        training: how a head is trained; its seed is the arm's.
-        keep_heads: keep the draft folders of the arms.
-    """
-
-    train_tokens: int = 40_000
-    held_out: int = 96
-    served: int = 16
-    served_tokens: int = 64
-    chain: int = 4
-    training: TrainConfig = field(default=STUDY_TRAINING)
-    keep_heads: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low in (
-            ("train_tokens", 1),
-            ("held_out", 2),
-            ("served", 0),
-            ("served_tokens", 2),
-            ("chain", 1),
-        ):
-            if getattr(self, name) < low:
-                flag = "--" + name.replace("_", "-")
-                raise SpecdecError(f"{flag} ({getattr(self, name)}) must be at least {low}")
-        if self.served > self.held_out:
-            raise SpecdecError(f"--served ({self.served}) must be at most --held-out ({self.held_out})")
-        if not self.training.fc_norm:
-            raise SpecdecError("fc_norm must be on: without it a study compares norms, not layers")
 
 
 class Study:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.cli.bootstrap import Arm, arm_difference, arm_interval
+from specdec.cli.bootstrap import ArmCounts, arm_difference, arm_interval
 from specdec.cli.main import main
 from specdec.cli.study_report import compare, foresight
 from specdec.train.study_arms import TapSet
@@ -60,9 +60,9 @@ def test_what_could_be_seen_grows_with_the_noise_that_is_not_shared() -> None:
     generator = np.random.default_rng(0)
     base = generator.normal(20, 1, size=(3, CONVERSATIONS))
     steps = np.full_like(base, 10.0)
-    quiet = Arm(base + 0.1 + generator.normal(0, 0.05, size=base.shape), steps)
-    loud = Arm(base + 0.1 + generator.normal(0, 0.5, size=base.shape), steps)
-    reference = Arm(base, steps)
+    quiet = ArmCounts(base + 0.1 + generator.normal(0, 0.05, size=base.shape), steps)
+    loud = ArmCounts(base + 0.1 + generator.normal(0, 0.5, size=base.shape), steps)
+    reference = ArmCounts(base, steps)
     assert arm_difference(loud, reference).detectable > 3 * arm_difference(quiet, reference).detectable
 
 
@@ -71,7 +71,7 @@ def test_the_interval_of_an_arm_covers_the_truth_about_as_often_as_it_says() -> 
     hits = 0
     for trial in range(60):
         values = generator.normal(15, 3, size=(1, CONVERSATIONS))
-        low, high = arm_interval(Arm(values, np.full_like(values, 10.0)), seed=trial)
+        low, high = arm_interval(ArmCounts(values, np.full_like(values, 10.0)), seed=trial)
         hits += low <= 1.5 <= high
     assert hits >= 50
 

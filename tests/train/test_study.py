@@ -18,8 +18,9 @@ from specdec.train.config import TrainConfig
 from specdec.train.evaluate import offline_acceptance, sequence_counts
 from specdec.train.head_start import choose_vocab, start_head
 from specdec.train.states import StoredStates, TapSubset, TargetStates
-from specdec.train.study import Study, StudyConfig
+from specdec.train.study import Study
 from specdec.train.study_arms import Arm, order_arms, plan_tap_sets, random_taps
+from specdec.train.study_config import StudyConfig
 
 TRAINING = TrainConfig(
     draft_vocab_size=64, unroll=2, batch_rows=64, steps=3, compute_dtype="float32", eval_sequences=0
