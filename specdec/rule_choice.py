@@ -1,4 +1,4 @@
-"""Which rule verifies a request: the one it names, or the exact one measured best where it names none.
+"""Which rule verifies a request: the one it names, or an exact one chosen by measurement.
 
 Owns the defaults by situation and every refusal of a rule that does not fit: a lossy one that was not
 allowed, a chain rule over trees, a rule of p and q over a drafter that has no q. Does not know how rules
