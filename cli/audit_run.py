@@ -68,9 +68,9 @@ def chosen_rule(rule: str | None, lossy: str | None, knobs: list[str]) -> BoundR
     if name is None:
         return None
     bound = rule_named(name, parse_knobs(knobs))
-    if lossy is not None and bound.rule.kind == "lossless":
+    if lossy is not None and bound.rule.is_lossless:
         raise UsageError(f"--lossy ({name}) is a lossless rule; audit it with --rule {name}")
-    if lossy is None and bound.rule.kind != "lossless":
+    if lossy is None and not bound.rule.is_lossless:
         raise UsageError(f"--rule ({name}) is {bound.rule.kind}; price it with --lossy {name}")
     return bound
 

@@ -9,14 +9,14 @@ processor time, which other load on the machine disturbs less; points are compar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.audit.baselines import given_knobs
 from specdec.audit.parity import Answer, Task, score_table, scores
 from specdec.audit.pricing import Prices, emitted_by
-from specdec.audit.recording import VerifiedStep, recording
+from specdec.audit.recording import recording
 from specdec.cli.bootstrap import ratio_interval
 from specdec.cli.shapes import parse_shape
 from specdec.cli.sweep_cost import draft_cost, flops_per_token
@@ -83,7 +83,7 @@ def decode(
     tasks: Sequence[Task],
     params: SamplingParams,
     batch_size: int,
-    watch: Callable[[list[VerifiedStep]], None] | None = None,
+    prices: Prices | None = None,
 ) -> Decoded:
     """Answer tasks batch by batch.
 
@@ -92,7 +92,7 @@ def decode(
         tasks: the questions.
         params: the request; the seed of each task is this one and its number.
         batch_size: requests decoded at once.
-        watch: given the verify steps of each batch; None: they are not recorded.
+        prices: the verify steps of each batch are priced by it; None: they are not recorded.
 
     Raises:
         SpecdecError: a request that cannot be decoded so, or one that failed.
@@ -109,12 +109,12 @@ def decode(
             for seq in sequences:
                 engine.scheduler.remove(seq)
             raise
-        if watch is None:
+        if prices is None:
             _run(engine, sequences, found)
         else:
             with recording(engine) as steps:
                 _run(engine, sequences, found)
-                watch(steps)
+                prices.take(steps, share=(start + len(batch)) / len(tasks))
         for task, seq in zip(batch, sequences, strict=True):
             result = result_of(seq)
             if result.error:
@@ -186,21 +186,23 @@ def measure(bench: SweepBench, point: SweepPoint) -> dict[str, Any]:
     """Measure a point.
 
     Raises:
-        SpecdecError: the point cannot be run (a chain rule over trees, a draft without a law).
+        RuleMismatchError: rule, draft and shape do not go together (a chain rule over trees, a draft without
+            a law).
+        SpecdecError: the point cannot be run for another reason.
     """
     rule = parse_rule(point.rule)
     params = bench.params
     if rule is not None:
         params = replace(params, rule=rule.rule.name, rule_knobs=given_knobs(rule))
     engine = bench.engine(point)
-    lossless = rule is None or rule.rule.kind == "lossless"
+    lossless = rule is None or rule.rule.is_lossless
     prices = Prices(
         law_at=(lambda p, q: p) if rule is None or lossless else emitted_by(rule),
         params=params,
         bound=1.0 if rule is None else rule.overshoot_bound,
         limit=PRICED_POSITIONS,
     )
-    decode(engine, bench.watched(2 * point.batch_size), params, point.batch_size, watch=prices.take)
+    decode(engine, bench.watched(2 * point.batch_size), params, point.batch_size, prices)
     found = decode(engine, bench.tasks, params, point.batch_size)
     return {**_figures(bench, point, found), "exact": lossless, **prices.to_dict()}
 

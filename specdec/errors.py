@@ -15,5 +15,9 @@ class UsageError(SpecdecError):
     """An option or argument is wrong before any work was started (exit 2)."""
 
 
+class RuleMismatchError(SpecdecError):
+    """A verification rule does not go with a drafter, or with the shape of its trees; each is fine alone."""
+
+
 class BadLogitsError(ValueError):
     """A request's next token cannot be chosen; the text is that request's own error, others are unharmed."""

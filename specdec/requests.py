@@ -110,7 +110,7 @@ def result_of(seq: Sequence) -> GenerationResult:
         stats=seq.stats,
         logprobs=logprobs_of(seq, 0),
         rule=seq.rule.label,
-        lossless=seq.rule.rule.kind == "lossless",
+        lossless=seq.rule.rule.is_lossless,
         error=seq.error,
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from specdec.config import SpecConfig
 from specdec.drafter import Drafter, DraftMode
-from specdec.errors import SpecdecError
+from specdec.errors import RuleMismatchError, SpecdecError
 from specdec.sampling_params import SamplingParams
 from specdec.verification.coupled import COUPLED
 from specdec.verification.greedy import GREEDY
@@ -47,7 +47,8 @@ def choose_rule(
         allow_lossy: whether rules may change the text's law.
 
     Raises:
-        SpecdecError: a rule that is not known, not allowed, or does not fit the request or its drafts.
+        RuleMismatchError: a rule that does not fit the drafter or its trees.
+        SpecdecError: a rule that is not known, not allowed, or does not fit the request.
     """
     if params.rule is None:
         if params.rule_knobs:
@@ -55,7 +56,7 @@ def choose_rule(
         return bind(GREEDY if params.greedy else RULES[_default(spec, drafter)], {})
     bound = rule_named(params.rule, params.rule_knobs, rules)
     rule = bound.rule
-    if rule.kind != "lossless":
+    if not rule.is_lossless:
         _check_lossy(bound, params, allow_lossy)
     elif params.greedy:
         return bind(GREEDY, {})
@@ -109,13 +110,13 @@ def _check_lossy(bound: BoundRule, params: SamplingParams, allow_lossy: bool) ->
 
 def _check_drafts(rule: Rule, spec: SpecConfig, drafter: Drafter) -> None:
     if rule.topology == "chain" and not drafter.makes_chains(spec):
-        raise SpecdecError(
+        raise RuleMismatchError(
             f"rule ({rule.name}) verifies chains, but draft ({drafter.name}) with top_k ({spec.top_k}) "
             "proposes trees; use --shape chain:DEPTH with a draft of one kind, or a rule for trees: "
             f"{', '.join(_tree_rules(rule))}"
         )
     if rule.kind == "collaborative" and rule.uses_draft_probs and not drafter.can_sample:
-        raise SpecdecError(
+        raise RuleMismatchError(
             f"rule ({rule.name}) verifies against the draft's law, and draft ({drafter.name}) has none; "
             "use a draft head, or a rule that needs no such law: "
             f"{', '.join(name for name, other in RULES.items() if other.kind != 'collaborative')}"
@@ -124,11 +125,10 @@ def _check_drafts(rule: Rule, spec: SpecConfig, drafter: Drafter) -> None:
 
 def _tree_rules(like: Rule) -> list[str]:
     """Rules for trees that are exact if this one is, and lossy if this one is."""
-    exact = like.kind == "lossless"
     return [
         name
         for name, other in RULES.items()
-        if other.topology == "tree" and (other.kind == "lossless") == exact and other is not GREEDY
+        if other.topology == "tree" and other.is_lossless == like.is_lossless and other is not GREEDY
     ]
 
 

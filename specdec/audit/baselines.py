@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from specdec.audit.parity import Answer, Task, score_table, scores
-from specdec.audit.pricing import MAX_POSITIONS, LawAt, Prices, emitted_by
+from specdec.audit.pricing import LawAt, Prices, emitted_by
 from specdec.audit.recording import recording
 from specdec.config import SpecConfig
 from specdec.engine import Engine
@@ -27,14 +25,12 @@ from specdec.sampling import as_law, sample
 from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
 from specdec.tree import DraftTree
-from specdec.verification.enumeration import toy_models
-from specdec.verification.laws import Law, argmax_law, one_hot
+from specdec.verification.gates import fallback_law
+from specdec.verification.laws import Law, one_hot
 from specdec.verification.result import ProbRows, VerifyResult
 from specdec.verification.rules import BoundRule, DraftGuarantee, Knobs, Rule, RuleKind, bind
 from specdec.verification.walk import draft_row
 
-# a set that a rule without a knob for it allows is found among the target's best tokens
-PROBED = 50
 STRICT, TRUNCATED = "strict-target", "truncated-target"
 COLLABORATIVE, SPECULATIVE = "collaborative-law", "speculative"
 
@@ -74,31 +70,10 @@ class Baseline:
 
 
 def truncated_law(rule: BoundRule, p: Law) -> Law | None:
-    """P cut to the tokens a rule allows; None where the rule is no set of allowed tokens."""
-    fallback = next((knob for knob in rule.rule.knobs if knob.name == "fallback"), None)
-    if fallback is not None:
-        cut = {**rule.knobs, fallback.name: float(fallback.choices.index("truncated"))}
-        return rule.rule.bonus_law(p, cut)
-    if rule.rule.kind != "truncation-based" or rule.rule.emitted_law is None:
+    """P cut to the tokens a rule allows, p itself where it allows none; None: the rule is no such set."""
+    if rule.rule.allowed is None:
         return None
-    kept = np.zeros_like(p)
-    best = argmax_law(p)
-    for token in np.argsort(-p, kind="stable")[:PROBED]:
-        if p[token] == 0.0:
-            break
-        sure = one_hot(int(token), len(p))
-        emitted = rule.emitted_law(p, sure)
-        if emitted is None or not (np.array_equal(emitted, sure) or np.array_equal(emitted, best)):
-            return None
-        if np.array_equal(emitted, sure):
-            kept[token] = p[token]
-    return kept / kept.sum()
-
-
-def has_truncated_law(rule: BoundRule) -> bool:
-    """Whether a rule is a set of allowed tokens."""
-    target, _ = toy_models("plain", 6)
-    return truncated_law(rule, target(())) is not None
+    return fallback_law("truncated", p, None, rule.rule.allowed(p, rule.knobs))
 
 
 def direct_rules(rule: BoundRule) -> list[Rule]:
@@ -107,7 +82,7 @@ def direct_rules(rule: BoundRule) -> list[Rule]:
     Each accepts nothing and draws every token from its law.
     """
     rules = [_direct(STRICT, "lossless", "any", "every token is drawn from the target's law p", _strict)]
-    if has_truncated_law(rule):
+    if rule.rule.allowed is not None:
         cut: LawAt = lambda p, q: truncated_law(rule, p)
         sentence = "every token is drawn from p cut to the tokens the rule allows"
         rules.append(_direct(TRUNCATED, "truncation-based", "any", sentence, cut))
@@ -207,8 +182,6 @@ def decode_by(
     total = SpecStats()
     for start in range(0, len(tasks), batch_size):
         batch = tasks[start : start + batch_size]
-        # every batch has its share of the positions that are looked at
-        prices.limit = MAX_POSITIONS * (start + len(batch)) // len(tasks)
         sequences = [
             engine.add(task.token_ids, replace(request, seed=(params.seed or 0) + start + number))
             for number, task in enumerate(batch)
@@ -216,7 +189,7 @@ def decode_by(
         with recording(engine) as steps:
             while not all(seq.is_finished for seq in sequences):
                 engine.step()
-            prices.take(steps)
+            prices.take(steps, share=(start + len(batch)) / len(tasks))
         for task, seq in zip(batch, sequences, strict=True):
             result = result_of(seq)
             if result.error:

@@ -68,7 +68,7 @@ def tensor_tests(rule: BoundRule, draws: int, seed: int = 0) -> list[Tested]:
     """
     target, draft = toy_models("plain", VOCAB, seed)
     logits = _LogitTable(target)
-    wide = rule.rule.topology == "tree" and rule.rule.kind == "lossless"
+    wide = rule.rule.topology == "tree" and rule.rule.is_lossless
     branching = TREE if wide else CHAIN
     law = declared_law(rule, target, draft, len(branching))
     params = SamplingParams(temperature=1.0)

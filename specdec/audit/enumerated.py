@@ -67,7 +67,7 @@ def audit_enumeration(
 
 def _enumerate(rule: BoundRule) -> Figure:
     shapes = dict(CHAINS)
-    lossless = rule.rule.kind == "lossless"
+    lossless = rule.rule.is_lossless
     if lossless and rule.rule.topology == "tree":
         shapes |= TREES
     if rule.rule.emitted_law is None:

@@ -61,7 +61,7 @@ class AuditPlan:
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the law of the text."""
-        return self.rule is not None and self.rule.rule.kind != "lossless"
+        return self.rule is not None and not self.rule.rule.is_lossless
 
     @property
     def label(self) -> str:
@@ -77,7 +77,7 @@ def check_plan(*, rule: BoundRule | None, levels: Sequence[str], spec: SpecConfi
     """
     if rule is None:
         return
-    if rule.rule.kind != "lossless":
+    if not rule.rule.is_lossless:
         unfit = [level for level in levels if level in ("C2", "C3", "C5")]
         if unfit:
             raise UsageError(

@@ -43,7 +43,7 @@ class Prices:
         law_at: the law of a token, from p and q there.
         params: temperature and filters of the requests.
         bound: declared overshoot bound; None: none.
-        limit: positions looked at.
+        limit: positions looked at in all.
     """
 
     law_at: LawAt
@@ -61,19 +61,26 @@ class Prices:
     drafted_variations: list[float] = field(default_factory=list)
     draft_variations: list[float] = field(default_factory=list)
 
-    def take(self, steps: list[VerifiedStep]) -> None:
-        """Price the steps of finished sequences and empty the list."""
+    def take(self, steps: list[VerifiedStep], *, share: float) -> None:
+        """Price the steps of finished sequences and empty the list.
+
+        Args:
+            steps: of one batch.
+            share: of the run that is done with this batch, at most 1. Only so much of the limit is used up:
+                otherwise the first batches would take it all, and later ones never be priced.
+        """
+        limit = round(self.limit * share)
         for step in steps:
-            self._take(step)
+            self._take(step, limit)
         steps.clear()
 
-    def _take(self, step: VerifiedStep) -> None:
+    def _take(self, step: VerifiedStep, limit: int) -> None:
         text = step.seq.token_ids
         for row, node in enumerate(step.nodes):
             position = step.root_position + row
             if position + 1 >= len(text):
                 return  # an end or a limit cut the step
-            if self.positions >= self.limit:
+            if self.positions >= limit:
                 return
             p = process_logits(step.logits[row : row + 1], self.params)[0].numpy()
             self.positions += 1

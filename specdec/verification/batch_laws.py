@@ -1,7 +1,7 @@
 """What batched verification does to laws: gather, normalise, draw; the twin of `laws.py` in torch.
 
-Owns the one way a batch draws a token. A batch of laws is float64 `[batch, vocab]`, on any device. Nothing
-here reads a value on the host.
+For graph-captured serving, which the engine does not do yet. Owns the one way a batch draws a token. A batch
+of laws is float64 `[batch, vocab]`, on any device. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations

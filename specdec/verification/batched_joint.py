@@ -1,7 +1,8 @@
 """The joint rules over a ragged batch in torch: block verification of chains, traversal of trees.
 
-As `batched.py`: each decides as the rule of that name on one tree does with the same random numbers, loops
-are static, nothing is read back. Sources and formulas: `block.py`, `traversal.py`.
+As `batched.py`, and as little used by the engine yet: each decides as the rule of that name on one tree does
+with the same random numbers, loops are static, nothing is read back. Sources and formulas:
+`block.py`, `traversal.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SpecTr's k-sequential selection over a ragged batch in torch (rule 2.6); formulas: `k_seq.py`.
 
-As `batched.py`: decides as the rule on one tree does with the same random numbers. The scale rho is found by
-a fixed number of halvings, each a pass over the vocabulary.
+As `batched.py`, and as little used by the engine yet: decides as the rule on one tree does with the same
+random numbers. The scale rho is found by a fixed number of halvings, each a pass over the vocabulary.
 """
 
 from __future__ import annotations

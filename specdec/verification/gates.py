@@ -14,16 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specdec.random_streams import Coin, UniformSource
 from specdec.tree import DraftTree
 from specdec.verification.laws import Law, argmax_law
 from specdec.verification.result import ProbRows, VerifyResult
-from specdec.verification.rules import GivenKnobs, Knob, Knobs, Rule, choice_knob
+from specdec.verification.rules import Allowed, GivenKnobs, Knob, Knobs, Rule, choice_knob
 from specdec.verification.walk import Choice, draft_row, walk
 
-Allowed = NDArray[np.bool_]
 # (p, knobs) -> which tokens are taken
 Gate = Callable[[Law, Knobs], Allowed]
 FALLBACKS = ("target", "truncated", "argmax", "draft")
@@ -144,6 +142,7 @@ def gate_rule(
         bonus_law=lambda p, values: fallback_law(fallback_of(values), p, None, allowed(p, values)),
         # the draft's shape inside the set may be any multiple of p's
         overshoot_bound=lambda values: None,
+        allowed=allowed,
         neutral=neutral,
         sentence=sentence,
         verify=lambda tree, target_probs, stream, position, values: verify_gated(

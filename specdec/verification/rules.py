@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.errors import SpecdecError
 from specdec.random_streams import UniformSource
 from specdec.tree import DraftTree
@@ -30,6 +33,8 @@ DraftGuarantee = Literal["any", "sampled", "iid", "without_replacement", "determ
 Knobs = Mapping[str, float]
 # as users write them: words for the knobs that are choices
 GivenKnobs = Mapping[str, float | str]
+# which tokens of the vocabulary a gate takes
+Allowed = NDArray[np.bool_]
 VerifyFunction = Callable[[DraftTree, ProbRows, UniformSource, int, Knobs], VerifyResult]
 
 
@@ -114,6 +119,8 @@ class Rule:
             siblings make another. Collaborative rules emit p where the children are deterministic.
         bonus_law: law of a token that had no draft: the bonus, and the first token of a step without drafts.
         overshoot_bound: least upper bound of pi/p over tokens, laws and drafts; None: there is none.
+        allowed: of a rule that takes exactly the drafted tokens of a set: the set, from p; None: it is no
+            such rule.
         neutral: knobs, as users write them, at which the rule emits `bonus_law` whatever was drafted, which
             is then the target's law or its greedy choice; None: it has no such setting.
         sentence: what the rule means to who reads the text, in one sentence.
@@ -128,9 +135,15 @@ class Rule:
     emitted_law: Callable[[Law, Law, Knobs], Law] | None
     bonus_law: Callable[[Law, Knobs], Law] = lambda p, knobs: p
     overshoot_bound: Callable[[Knobs], float | None]
+    allowed: Callable[[Law, Knobs], Allowed] | None = None
     neutral: GivenKnobs | None = None
     sentence: str
     verify: VerifyFunction
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether text verified so has the law of plain decoding."""
+        return self.kind == "lossless"
 
     @property
     def uses_draft_probs(self) -> bool:

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.divergence import entropy
-from specdec.verification.gates import Allowed, gate_rule
+from specdec.verification.gates import gate_rule
 from specdec.verification.laws import Law, without
-from specdec.verification.rules import Knob, Rule
+from specdec.verification.rules import Allowed, Knob, Rule
 
 
 def _only(p: Law, ids: Sequence[int] | NDArray[np.intp]) -> Allowed:

@@ -231,7 +231,7 @@ def test_no_rule_writes_what_the_request_forbids(plain: Engine, head: Path, rule
     results = engine.generate(PROMPTS, seeded(params, len(PROMPTS)))
     assert all(token % 3 == 0 for result in results for token in result.token_ids)
     assert {result.rule for result in results} == {bound.label}
-    assert {result.lossless for result in results} == {bound.rule.kind == "lossless"}
+    assert {result.lossless for result in results} == {bound.rule.is_lossless}
     assert {result.error for result in results} == {None}
 
 

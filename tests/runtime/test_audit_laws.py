@@ -16,7 +16,6 @@ from specdec.audit.baselines import (
     direct_rules,
     four_baselines,
     given_knobs,
-    has_truncated_law,
     truncated_law,
 )
 from specdec.audit.levels import LevelResult
@@ -240,5 +239,29 @@ def test_truncated_laws_are_the_allowed_tokens_of_p() -> None:
     np.testing.assert_allclose(relaxed, [0.625, 0.375, 0, 0, 0])
     for name in ("thresholds", "lenience", "windowed", "mentored"):
         knobs: dict[str, float | str] = {"threshold_acc": 0.5} if name == "thresholds" else {}
-        assert not has_truncated_law(rule_named(name, knobs))
+        assert truncated_law(rule_named(name, knobs), p) is None
+
+
+def test_a_truncated_law_has_every_allowed_token() -> None:
+    """Wide sets, sets cut by probability, and an empty one, which leaves p; nothing is cut by a count."""
+    p = np.linspace(2.0, 1.0, 300)
+    p[280:] = 0.0
+    p /= p.sum()
+    wide = truncated_law(rule_named("relaxed", {"top_n": 100, "delta": 1.0}), p)
+    assert wide is not None
+    assert np.flatnonzero(wide).tolist() == list(range(100))
+    np.testing.assert_allclose(wide[:100], p[:100] / p[:100].sum())
+    everything = truncated_law(rule_named("relaxed", {"top_n": 1000, "delta": 1.0}), p)
+    assert everything is not None
+    np.testing.assert_allclose(everything, p)
+    nothing = truncated_law(rule_named("typical", {"epsilon": 1.0, "delta": 1e9}), p)
+    assert nothing is not None
+    np.testing.assert_array_equal(nothing, p)
+    for fallback in ("target", "truncated", "argmax", "draft"):
+        gate = truncated_law(rule_named("top-k-gate", {"k": 120, "fallback": fallback}), p)
+        assert gate is not None
+        assert np.count_nonzero(gate) == 120
+
+
+def test_knobs_are_given_as_requests_write_them() -> None:
     assert given_knobs(rule_named("top-k-gate", {"k": 2})) == {"k": 2.0, "fallback": "truncated"}

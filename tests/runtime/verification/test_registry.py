@@ -31,7 +31,7 @@ def test_the_exact_rules_overshoot_nothing_and_have_no_knobs() -> None:
     }
     for rule in EXACT_RULES:
         bound = rule_named(rule.name)
-        assert rule.kind == "lossless"
+        assert rule.is_lossless
         assert rule.knobs == ()
         assert bound.overshoot_bound == 1.0
         assert bound.label == rule.name
