@@ -7,14 +7,13 @@ well as in colour, so that it reads the same in grey print.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from specdec.cli.study_report import Finding
+from specdec.layer_select.picture_theme import figure_with_canvas, png_bytes
 from specdec.layer_select.references import DEFAULT, LAST, LAST_THIRD, UNIFORM
 from specdec.provenance import write_bytes_atomic
 
@@ -49,8 +48,7 @@ def _is_baseline(name: str) -> bool:
 def study_figure(findings: Sequence[Finding], *, title: str) -> Figure:
     """Draw findings, sets of equal size together, the longest acceptance on top."""
     ordered = sorted(findings, key=lambda f: (-len(f.taps.boundaries), f.values["acceptance_length"]))
-    figure = Figure(figsize=(11, 1.6 + 0.3 * len(ordered)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_with_canvas(11, 1.6 + 0.3 * len(ordered))
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, (name, label) in zip((left, right), PANELS, strict=True):
         _panel(axes, ordered, name)
@@ -94,6 +92,4 @@ def _panel(axes: Axes, ordered: Sequence[Finding], name: str) -> None:
 
 def draw_study(findings: Sequence[Finding], path: Path, *, title: str) -> None:
     """Write the picture as a PNG, whole or not at all."""
-    buffer = BytesIO()
-    study_figure(findings, title=title).savefig(buffer, format="png", dpi=150)
-    write_bytes_atomic(path, buffer.getvalue())
+    write_bytes_atomic(path, png_bytes(study_figure(findings, title=title)))

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from specdec.cli.sweep_points import PLAIN
 from specdec.config import ModelConfig
 from specdec.drafts import LOOKUP, draft_folder
 from specdec.drafts.checkpoint import expected_shapes
 from specdec.drafts.config import Eagle3Config
-from specdec.provenance import read_json
+from specdec.provenance import read_json, sha256_file, sha256_text
 
 FP32_BYTES = 4
 STATE_BYTES = 2
@@ -84,16 +86,36 @@ def flops_per_token(
     return target, own
 
 
+def head_folder(spelling: str) -> Path | None:
+    """Folder of the head a drafter has, None for a lookup alone and for no drafter.
+
+    Raises:
+        SpecdecError: no such draft.
+    """
+    return None if spelling in (PLAIN, LOOKUP) else draft_folder(spelling.removeprefix(f"{LOOKUP}+"))
+
+
+def draft_fingerprint(spelling: str) -> str | None:
+    """Hash of what a drafter drafts with, its weights and its config; None where it has no head.
+
+    Raises:
+        SpecdecError: no such draft, or a folder that is none.
+    """
+    folder = head_folder(spelling)
+    if folder is None:
+        return None
+    return sha256_text(" ".join(sha256_file(folder / name) for name in ("model.safetensors", "config.json")))
+
+
 def draft_cost(spelling: str) -> DraftCost:
     """Cost of a drafter by its spelling; a lookup costs nothing that is counted here.
 
     Raises:
         SpecdecError: no such draft.
     """
-    name = spelling.removeprefix(f"{LOOKUP}+")
-    if name in (LOOKUP, "none"):
+    folder = head_folder(spelling)
+    if folder is None:
         return DraftCost()
-    folder = draft_folder(name)
     config = Eagle3Config.from_dict(read_json(folder / "config.json"))
     shapes = expected_shapes(config)
     stored = sum(math.prod(shape) for key, shape in shapes.items() if key not in ("d2t", "t2d"))

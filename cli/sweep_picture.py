@@ -12,40 +12,50 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from specdec.cli.sweep_points import PLAIN
+from specdec.layer_select.picture_theme import figure_with_canvas, png_bytes
+from specdec.provenance import write_bytes_atomic
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # where the number of a point stands: points of neighbouring settings lie close together
 OFFSETS = ((6, 4), (6, -11), (-14, 4), (-14, -11))
+LEGEND_COLUMNS = 4
 INK, FAINT = "#222222", "#999999"
 
 
-def draw_sweep(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Draw the measured points of a sweep as a PNG file."""
+def sweep_figure(records: Sequence[dict[str, Any]], *, title: str) -> Figure:
+    """Draw the measured points of a sweep."""
     drafts = list(dict.fromkeys(record["draft"] for record in records))
     markers = {draft: MARKERS[index % len(MARKERS)] for index, draft in enumerate(drafts)}
     labels = list(dict.fromkeys(_rule_and_shape(record) for record in records))
     numbers = {label: number for number, label in enumerate(labels, start=1)}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 6.4))
+    texts = [f"{number}  {label}" for label, number in numbers.items()] + drafts
+    figure = figure_with_canvas(12, 5.2 + 0.17 * -(-len(texts) // LEGEND_COLUMNS))
+    left, right = figure.subplots(1, 2)
     figure.suptitle(title, fontsize=9)
     _cost_panel(left, records, markers, numbers)
     _front_panel(right, records, markers, numbers)
-    handles = [plt.Line2D([], [], linestyle="", marker="") for _ in numbers]
-    handles += [plt.Line2D([], [], linestyle="", marker=markers[draft], color=INK) for draft in drafts]
-    texts = [f"{number}  {label}" for label, number in numbers.items()] + drafts
-    figure.legend(handles, texts, loc="lower center", ncols=4, fontsize=7, frameon=False, handlelength=1.2)
-    rows = -(-len(texts) // 4)
-    figure.tight_layout(rect=(0, 0.02 + 0.025 * rows, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    handles = [Line2D([], [], linestyle="", marker="") for _ in numbers]
+    handles += [Line2D([], [], linestyle="", marker=markers[draft], color=INK) for draft in drafts]
+    figure.legend(
+        handles,
+        texts,
+        loc="outside lower center",
+        ncols=LEGEND_COLUMNS,
+        fontsize=7,
+        frameon=False,
+        handlelength=1.2,
+    )
+    return figure
+
+
+def draw_sweep(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Write the picture as a PNG, whole or not at all."""
+    write_bytes_atomic(path, png_bytes(sweep_figure(records, title=title)))
 
 
 def _rule_and_shape(record: dict[str, Any]) -> str:

@@ -55,9 +55,10 @@ class SweepPoint:
         """How tables call it."""
         return f"{self.draft}, {self.rule}, {self.shape}, batch {self.batch_size}"
 
-    def key(self, settings: Mapping[str, Any]) -> str:
-        """Name of its file: a hash of the point and of everything the points share."""
-        spelled = [self.draft, self.rule, self.shape, self.batch_size, sorted(settings.items())]
+    def key(self, settings: Mapping[str, Any], draft_fingerprint: str | None) -> str:
+        """Name of its file: a hash of the point, of its draft's contents, and of what all points share."""
+        spelled = [self.draft, self.rule, self.shape, self.batch_size]
+        spelled += [draft_fingerprint, sorted(settings.items())]
         return sha256_text(repr(spelled))[:16]
 
 
@@ -79,8 +80,10 @@ def grid(
     """Every combination, and plain decoding at every batch size first.
 
     Raises:
-        UsageError: the same value twice.
+        UsageError: the same value twice, or no drafter among the drafts.
     """
+    if PLAIN in drafts:
+        raise UsageError(f"--draft ({PLAIN}) must be a drafter; plain decoding is measured in every sweep")
     for option, values in (("--draft", drafts), ("--rule", rules), ("--shape", shapes)):
         if len(set(values)) < len(values):
             raise UsageError(f"{option} must not name the same value twice")
@@ -104,7 +107,7 @@ def check_lossy(rules: Sequence[str], *, lossy: bool, exact: bool) -> None:
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
     for text in rules:
         bound = parse_rule(text)
-        if bound is not None and bound.rule.kind != "lossless" and not lossy:
+        if bound is not None and not bound.rule.is_lossless and not lossy:
             raise UsageError(
                 f"--rule ({text}) is lossy, the text would not have the target's law; allow it with --lossy"
             )

@@ -13,51 +13,30 @@ from specdec.audit.goodness import sign_test
 from specdec.audit.parity import Task
 from specdec.cli.console import print_table, progress, say
 from specdec.cli.outputs import require_writable
-from specdec.cli.paper import Notes, Paper, Picture, Section, Table, cell_text, write_paper
+from specdec.cli.paper import cell_text, write_paper
 from specdec.cli.shapes import parse_shape
-from specdec.cli.sweep_cost import draft_cost
+from specdec.cli.sweep_cost import draft_cost, draft_fingerprint
 from specdec.cli.sweep_measure import SweepBench, measure
 from specdec.cli.sweep_picture import draw_sweep
-from specdec.cli.sweep_points import AXES, PLAIN, SweepPoint, check_lossy, grid, mark_dominated, parse_rule
+from specdec.cli.sweep_points import AXES, PLAIN, check_lossy, grid, mark_dominated
+from specdec.cli.sweep_report import PRINTED, row_of, sweep_paper
 from specdec.cli.tasks import exact_match_tasks
 from specdec.config import EngineConfig
 from specdec.engine import Engine
-from specdec.errors import SpecdecError, UsageError
+from specdec.errors import RuleMismatchError, UsageError
 from specdec.hub import resolve_target
-from specdec.provenance import RunRecord, folder_fingerprint, git_state, read_json, write_json_atomic
+from specdec.provenance import (
+    RunRecord,
+    folder_fingerprint,
+    git_state,
+    read_json,
+    sha256_text,
+    write_json_atomic,
+)
 from specdec.requests import PromptEncoder
 from specdec.sampling_params import SamplingParams
 
 SCHEMA = "specdec.sweep/1"
-COLUMNS = {
-    "setting": "label",
-    "accept length": "acceptance_length",
-    "interval": "acceptance_length_interval",
-    "GFLOP/token": "verify_gflops_per_token",
-    "target cpu ms/token": "verify_cpu_ms_per_token",
-    "target ms/token": "verify_ms_per_token",
-    "draft ms/token": "draft_ms_per_token",
-    "TV/token": "total_variation",
-    "KL/token": "kl",
-    "largest pi/p": "largest_overshoot",
-    "right": "right",
-    "against plain p": "parity_p_value",
-    "draft trained on tokens": "training_target_tokens",
-    "draft MB": "draft_megabytes",
-    "dominated": "dominated",
-}
-# those a terminal has room for; the report has them all
-PRINTED = (
-    "setting",
-    "accept length",
-    "interval",
-    "GFLOP/token",
-    "target cpu ms/token",
-    "TV/token",
-    "largest pi/p",
-    "right",
-    "dominated",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +60,20 @@ class SweepOptions:
 
 
 def run_sweep(options: SweepOptions) -> dict[str, Any]:
-    """Measure what is missing, compare what exists, write the folder; returns the JSON line."""
+    """Measure what is missing, compare what exists, write the folder; returns the JSON line.
+
+    A point whose rule does not go with its draft or shape is left out, and asked for again by the next run.
+
+    Raises:
+        SpecdecError: an option that is wrong, or a point that cannot be measured.
+    """
     check_lossy(options.rules, lossy=options.lossy, exact=options.exact)
     if options.lossy and options.temperature == 0.0:
         raise UsageError("--lossy needs a --temperature above 0: there is nothing to relax at 0")
     points = grid(options.drafts, options.rules, options.shapes, options.batch_sizes)
     for shape in options.shapes:
         parse_shape(shape)
+    fingerprints = {draft: draft_fingerprint(draft) for draft in (PLAIN, *options.drafts)}
     require_writable("--out", options.out / "sweep.json")
     folder = resolve_target(options.target)
     encoder = PromptEncoder(folder)
@@ -97,20 +83,25 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
         lambda text: encoder.encode([{"role": "user", "content": text}]),
     )
     longest = max(len(task.token_ids) for task in tasks) + options.max_tokens
-    shared = _shared(options, folder)
+    shared = _shared(options, folder, tasks)
     bench: SweepBench | None = None
-    records: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
     with progress("points", len(points)) as bar:
         for number, point in enumerate(points):
-            path = options.out / "points" / f"{point.key(shared)}.json"
-            if not path.exists():
-                # weights are read only when something is left to do
-                bench = bench or _bench(options, folder, tasks, longest)
-                write_json_atomic(path, _measure(bench, point))
-            records.append(read_json(path))
+            path = options.out / "points" / f"{point.key(shared, fingerprints[point.draft])}.json"
+            try:
+                if not path.exists():
+                    # weights are read only when something is left to do
+                    bench = bench or _bench(options, folder, tasks, longest)
+                    write_json_atomic(path, {**measure(bench, point), "git": git_state()})
+                measured.append(read_json(path))
+            except RuleMismatchError as error:
+                # not every combination makes sense; without plain decoding there is nothing to compare with
+                if point.draft == PLAIN:
+                    raise
+                refused.append({"label": point.label, "batch_size": point.batch_size, "refused": str(error)})
             bar.update(number + 1, point.label)
-    measured = [record for record in records if "refused" not in record]
-    refused = [record for record in records if "refused" in record]
     _compare_with_plain(measured)
     for record in measured:
         _add_draft_cost(record, longest)
@@ -118,7 +109,7 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
         record["dominated_by"] = better
         record["dominated"] = bool(better)
     title = _title(options, len(tasks))
-    rows = [[cell_text(value) for value in _row(record, PRINTED)] for record in measured]
+    rows = [[cell_text(value) for value in row_of(record, PRINTED)] for record in measured]
     print_table(title, PRINTED, rows)
     for record in refused:
         say(f"left out: {record['label']}: {record['refused']}")
@@ -135,18 +126,19 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
         ],
         "left_out": refused,
     }
-    run = _run_record(options, shared, encoder)
+    run = _run_record(options, {**shared, "draft_fingerprints": fingerprints}, encoder)
     write_json_atomic(options.out / "sweep.json", {**summary, "points": measured, "run": run.to_dict()})
-    write_paper(_paper(title, measured, refused, picture), options.out, "sweep")
+    write_paper(sweep_paper(title, measured, refused, picture), options.out, "sweep")
     say(f"written: {options.out}")
     return summary
 
 
-def _shared(options: SweepOptions, folder: Path) -> dict[str, Any]:
+def _shared(options: SweepOptions, folder: Path, tasks: Sequence[Task]) -> dict[str, Any]:
     """What all points have in common, and what a kept point must have been measured with."""
     return {
         "target_fingerprint": folder_fingerprint(folder),
         "tasks": options.tasks,
+        "tasks_hash": sha256_text(repr([(task.id, task.category, task.token_ids) for task in tasks])),
         "task_limit": options.task_limit,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -178,13 +170,6 @@ def _add_draft_cost(record: dict[str, Any], longest: int) -> None:
     record["draft_megabytes"] = record["draft_memory_bytes"] / 1e6
 
 
-def _measure(bench: SweepBench, point: SweepPoint) -> dict[str, Any]:
-    try:
-        return {**measure(bench, point), "git": git_state()}
-    except SpecdecError as error:
-        return {"label": point.label, "batch_size": point.batch_size, "refused": str(error)}
-
-
 def _compare_with_plain(records: list[dict[str, Any]]) -> None:
     """Add the task score's difference from plain decoding at the same batch size, paired by task."""
     plain = {record["batch_size"]: record["right_by_task"] for record in records if record["draft"] == PLAIN}
@@ -195,18 +180,6 @@ def _compare_with_plain(records: list[dict[str, Any]]) -> None:
         record["parity_p_value"] = sign_test(
             sum(one > other for one, other in pairs), sum(one < other for one, other in pairs)
         )
-
-
-def _row(record: dict[str, Any], columns: Sequence[str] = tuple(COLUMNS)) -> list[Any]:
-    row = []
-    for name in (COLUMNS[column] for column in columns):
-        value = record[name]
-        if name == "acceptance_length_interval" and value is not None:
-            value = f"{value[0]:.2f}..{value[1]:.2f}"
-        if name == "right":
-            value = f"{value}/{record['tasks']}"
-        row.append(value)
-    return row
 
 
 def _title(options: SweepOptions, num_tasks: int) -> str:
@@ -229,63 +202,3 @@ def _run_record(options: SweepOptions, shared: dict[str, Any], encoder: PromptEn
             "batch_sizes": options.batch_sizes,
         },
     )
-
-
-def _paper(title: str, measured: list[dict[str, Any]], refused: list[dict[str, Any]], picture: Path) -> Paper:
-    front = [record["label"] for record in measured if not record["dominated"]]
-    categories = list(measured[0]["scores"])
-    sections = [
-        Section(
-            title="Cost, acceptance, fidelity",
-            blocks=[
-                Picture(path=picture, caption="filled: on the front; hollow: dominated"),
-                Table(columns=list(COLUMNS), rows=[_row(record) for record in measured]),
-                Notes(
-                    lines=[
-                        "a point is dominated when another of the same batch size is no worse on every axis "
-                        f"and better on one; axes: {', '.join(AXES)}",
-                        "TV, KL and pi/p are of the rule's declared law along its own text, over at most 600 "
-                        "positions of tasks of all difficulties; a rule without a declared law has none, "
-                        "dominates nothing and is dominated by nothing",
-                        "against plain p: McNemar's exact test of the right answers, paired by task",
-                    ]
-                ),
-            ],
-        ),
-        Section(
-            title="Right answers by difficulty",
-            blocks=[
-                Table(
-                    columns=["setting", *categories],
-                    rows=[
-                        [
-                            record["label"],
-                            *(f"{one['right']}/{one['tasks']}" for one in record["scores"].values()),
-                        ]
-                        for record in measured
-                    ],
-                )
-            ],
-        ),
-    ]
-    rules = {record["rule"]: parse_rule(record["rule"]) for record in measured}
-    sections.append(
-        Section(
-            title="What the rules mean",
-            blocks=[
-                Notes(
-                    lines=[
-                        f"{text}: {bound.rule.kind}. {bound.rule.sentence}"
-                        for text, bound in rules.items()
-                        if bound is not None
-                    ]
-                    or ["only exact verification was run"]
-                )
-            ],
-        )
-    )
-    if refused:
-        lines = [f"{record['label']}: {record['refused']}" for record in refused]
-        sections.append(Section(title="Left out", blocks=[Notes(lines=lines)]))
-    lead = f"{len(measured)} points, {len(front)} of them not dominated."
-    return Paper(title=f"Sweep of {title}", lead=lead, sections=sections)

@@ -6,7 +6,6 @@ and the files. Reads only a selection document, so that pictures can be made aga
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,18 @@ from matplotlib.ticker import MaxNLocator
 from specdec.layer_select.picture_files import picture_paths
 from specdec.layer_select.picture_landscape import draw_landscape
 from specdec.layer_select.picture_stability import draw_stability
-from specdec.layer_select.picture_theme import PRINT, SCREEN, Theme, figure_with_canvas, headline, setting
+from specdec.layer_select.picture_theme import (
+    PRINT,
+    SCREEN,
+    Theme,
+    figure_with_canvas,
+    headline,
+    png_bytes,
+    setting,
+)
 
 # height of one label line as a part of the axes' height.
 LABEL_HEIGHT = 0.037
-DOTS_PER_INCH = 150
 
 
 def draw_evidence(document: dict[str, Any], theme: Theme = SCREEN) -> Figure:
@@ -101,9 +107,5 @@ def render_pictures(
     figures = [
         draw(document, theme) for theme in themes for draw in (draw_evidence, draw_landscape, draw_stability)
     ]
-    drawn = {}
-    for file, figure in zip(picture_paths(path, print_too=print_too), figures, strict=True):
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-        drawn[file] = buffer.getvalue()
-    return drawn
+    files = picture_paths(path, print_too=print_too)
+    return {file: png_bytes(figure) for file, figure in zip(files, figures, strict=True)}

@@ -8,6 +8,7 @@ by shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -57,6 +58,7 @@ PRINT = Theme(
     other="0.8",
     hatch="////",
 )
+DOTS_PER_INCH = 150
 MARKERS = ("D", "o", "s", "^", "v", "P", "X")
 
 
@@ -65,6 +67,13 @@ def figure_with_canvas(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    return buffer.getvalue()
 
 
 def boundary_axis(axes: Axes, num_layers: int) -> None:

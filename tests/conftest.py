@@ -154,6 +154,49 @@ def tiny_any_family(request: pytest.FixtureRequest, tiny_model_factory: Callable
     return tiny_model_factory(request.param)
 
 
+@pytest.fixture(scope="session")
+def random_draft() -> Callable[..., Path]:
+    """Call with (target, folder, seed=0): an EAGLE-3 head of random weights for a tiny target, saved."""
+    from safetensors.torch import load_file
+
+    from specdec.config import ModelConfig
+    from specdec.drafts.checkpoint import DraftContract, save_draft
+    from specdec.drafts.config import Eagle3Config
+    from specdec.drafts.eagle3 import Eagle3Head
+    from specdec.drafts.vocab import DraftVocab
+    from specdec.provenance import folder_fingerprint
+
+    def make(target: Path, folder: Path, seed: int = 0) -> Path:
+        model = ModelConfig.from_folder(target)
+        config = Eagle3Config(
+            hidden_size=model.hidden_size,
+            intermediate_size=80,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=24,
+            rms_norm_eps=1e-5,
+            rope=model.rope,
+            vocab_size=model.vocab_size,
+            draft_vocab_size=96,
+            boundaries=(1, 3, 4),
+            target_hidden_size=model.hidden_size,
+            target_num_layers=model.num_layers,
+        )
+        tensors = load_file(target / "model.safetensors")
+        vocab = DraftVocab(torch.arange(96), model.vocab_size)
+        head = Eagle3Head(config, vocab, tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.15 * noise if parameter.dim() > 1 else 1 + 0.2 * noise)
+        fingerprint = folder_fingerprint(target)
+        contract = DraftContract(target_fingerprint=fingerprint, template_hash="none", training={})
+        return save_draft(folder, head, contract, dtype="float16")
+
+    return make
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

@@ -1,88 +1,86 @@
-"""`specdec sweep`: every point measured once, costs by the stated formulas, dominated points marked."""
+"""`specdec sweep`: costs by the stated formulas, priced positions shared out, dominated points marked."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
+from matplotlib import pyplot
 
+from specdec.audit.parity import Task
+from specdec.audit.pricing import Prices
+from specdec.audit.recording import VerifiedStep
 from specdec.cli.main import main
-from specdec.cli.sweep_cost import DraftCost, draft_cost, flops_per_token, row_flops, target_weights
-from specdec.cli.sweep_points import AXES, PLAIN, SweepPoint, check_lossy, grid, mark_dominated, parse_rule
-from specdec.config import ModelConfig
+from specdec.cli.sweep_cost import (
+    DraftCost,
+    draft_cost,
+    flops_per_token,
+    row_flops,
+    target_weights,
+)
+from specdec.cli.sweep_measure import decode
+from specdec.cli.sweep_picture import draw_sweep
+from specdec.cli.sweep_points import AXES, check_lossy, grid, mark_dominated, parse_rule
+from specdec.config import EngineConfig, ModelConfig
+from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
-
-SMALL = ["--tasks", "easy", "--task-limit", "4", "--max-tokens", "8"]
-RULES = ["--rule", "exact", "--rule", "thresholds:threshold_acc=0.5", "--rule", "lenience", "--lossy"]
+from specdec.sampling_params import SamplingParams
 
 
-def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def test_a_sweep_measures_each_point_once(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_every_batch_of_tasks_has_its_share_of_the_priced_positions(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "sweep"
-    command = ["sweep", str(tiny_llama), "--out", str(out), "--batch-size", "2", *SMALL, *RULES]
-    assert main(command) == 0
-    summary = last_json(capsys)
-    points = {point["rule"]: point for point in summary["points"] if point["draft"] != PLAIN}
-    plain = next(point for point in summary["points"] if point["draft"] == PLAIN)
-    assert plain["acceptance_length"] == 1.0
-    assert plain["draft_memory_bytes"] == 0
-    assert plain["git"]
-    assert points["exact"]["exact"] is True
-    assert points["exact"]["total_variation"] == 0.0
-    lossy = points["thresholds:threshold_acc=0.5"]
-    assert lossy["exact"] is False
-    assert lossy["verified_by"] == "thresholds(threshold_single=1, threshold_acc=0.5)"
-    # a lookup has no law, so a rule of p and q says why it is not run
-    assert [one["label"] for one in summary["left_out"]] == ["ngram, lenience, chain:3, batch 2"]
-    assert "law" in summary["left_out"][0]["refused"]
-    record = json.loads((out / "sweep.json").read_text())
-    assert len(record["points"][0]["right_by_task"]) == 4
-    assert (out / "sweep.png").stat().st_size > 10_000
-    assert "thresholds" in (out / "sweep.md").read_text()
-    assert "data:image/png" in (out / "sweep.html").read_text()
-
-    def not_again(*args: Any) -> dict[str, Any]:
-        raise AssertionError("a kept point is not measured again")
-
-    monkeypatch.setattr("specdec.cli.sweep_run.measure", not_again)
-    assert main(command) == 0
-    assert last_json(capsys)["points"] == summary["points"]
-    # other settings are other points
-    with pytest.raises(AssertionError):
-        main([*command, "--max-tokens", "9"])
-
-
-def test_a_sweep_goes_on_where_it_stopped(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from specdec.cli import sweep_run
-
-    out = tmp_path / "sweep"
-    command = ["sweep", str(tiny_llama), "--out", str(out), "--batch-size", "4", *SMALL]
-    real, seen = sweep_run.measure, []
-
-    def killed(bench: Any, point: SweepPoint) -> dict[str, Any]:
-        seen.append(point.label)
-        if point.draft != PLAIN and len(seen) == 2:
-            raise KeyboardInterrupt
-        return real(bench, point)
-
-    monkeypatch.setattr(sweep_run, "measure", killed)
-    assert main(command) == 130
-    assert main(command) == 0
-    assert seen == [
-        "none, exact, -, batch 4",
-        "ngram, exact, chain:3, batch 4",
-        "ngram, exact, chain:3, batch 4",
+    """Long first answers must not leave the last, hardest tasks unpriced."""
+    tasks = [
+        Task(
+            id=str(index),
+            category="x",
+            difficulty=index,
+            token_ids=[3, 4 + index],
+            is_right=lambda text: True,
+        )
+        for index in range(6)
     ]
-    assert len(last_json(capsys)["points"]) == 2
+    base = Engine(tiny_llama, config=EngineConfig(max_num_seqs=2, kv_tokens=256))
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=0, ignore_eos=True)
+    prices = Prices(law_at=lambda p, q: p, params=params, limit=30)
+    after = []
+    real = prices.take
+
+    def counted(steps: list[VerifiedStep], *, share: float) -> None:
+        real(steps, share=share)
+        after.append(prices.positions)
+
+    monkeypatch.setattr(prices, "take", counted)
+    decode(base, tasks, params, 2, prices)
+    assert after == [10, 20, 30]
+
+
+def test_the_picture_is_drawn_without_pyplot_and_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {
+        "draft": "ngram",
+        "rule": "exact",
+        "shape": "chain:3",
+        "batch_size": 1,
+        "dominated": False,
+        "verify_cpu_ms_per_token": 3.0,
+        "total_variation": 0.1,
+        "total_variation_drafted": 0.2,
+        "rejection_rate": 0.5,
+        "draft_total_variation": 0.6,
+    }
+    path = tmp_path / "sweep.png"
+    path.write_bytes(b"old")
+    before = dict(matplotlib.rcParams)
+    draw_sweep([figures], path, title="T")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["sweep.png"]
+    assert pyplot.get_fignums() == []
+    assert dict(matplotlib.rcParams) == before
 
 
 def test_flops_follow_the_formula(tiny_llama: Path) -> None:
@@ -132,8 +130,9 @@ def test_the_grid_begins_with_plain_decoding() -> None:
     points = grid(["x", "y"], ["exact"], ["chain:2", "chain:3"], [1, 4])
     assert [point.label for point in points[:2]] == ["none, exact, -, batch 1", "none, exact, -, batch 4"]
     assert len(points) == 2 + 8
-    assert len({point.key({"seed": 0}) for point in points}) == 10
-    assert points[3].key({"seed": 0}) != points[3].key({"seed": 1})
+    assert len({point.key({"seed": 0}, None) for point in points}) == 10
+    assert points[3].key({"seed": 0}, "a") != points[3].key({"seed": 1}, "a")
+    assert points[3].key({"seed": 0}, "a") != points[3].key({"seed": 0}, "b")
     with pytest.raises(UsageError, match="--rule"):
         grid(["x"], ["exact", "exact"], ["chain:2"], [1])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecdecError
-from specdec.layer_select import picture
+from specdec.layer_select import picture_theme
 from specdec.layer_select.choose import choose_layers
 from specdec.layer_select.config import ChooseConfig, ScoreConfig
 from specdec.layer_select.document import selection_document
@@ -24,7 +24,7 @@ DOMAINS = ("prose", "prose", "code", "code", "maths", "chat")
 @pytest.fixture(autouse=True)
 def _coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures of few pixels: what they show is read from the figures."""
-    monkeypatch.setattr(picture, "DOTS_PER_INCH", 40)
+    monkeypatch.setattr(picture_theme, "DOTS_PER_INCH", 40)
 
 
 @pytest.fixture

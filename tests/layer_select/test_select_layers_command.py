@@ -11,8 +11,7 @@ from typer.testing import CliRunner, Result
 
 from specdec.cli.select_layers import select_layers
 from specdec.errors import SpecdecError, UsageError
-from specdec.layer_select import picture as picture_module
-from specdec.layer_select import read_selection
+from specdec.layer_select import picture_theme, read_selection
 from specdec.layer_select.artifact import FIELDS
 
 app = typer.Typer()
@@ -42,7 +41,7 @@ def test_command_writes_selection_pictures_and_run_record(
     specdec_home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(picture_module, "DOTS_PER_INCH", 40)
+    monkeypatch.setattr(picture_theme, "DOTS_PER_INCH", 40)
     target = tiny_model_factory(family, num_hidden_layers=8)
     out, picture = tmp_path / "made" / "selection.json", tmp_path / "made" / "selection.png"
     words = ["--picture", picture, "--print-pictures", "--resamples", 20]
