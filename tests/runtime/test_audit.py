@@ -127,11 +127,24 @@ def plan_of(folder: Path, **settings: Any) -> AuditPlan:
     return AuditPlan(**values)
 
 
-def audit_of(folder: Path, **settings: Any) -> Audit:
-    """An audit whose drafter proposes the right text beside a wrong sibling."""
+GREEDY = SamplingParams(max_tokens=TOKENS)
+# what C3 asks for, a seed a prompt
+COUPLED = [
+    SamplingParams(temperature=1.0, max_tokens=TOKENS, rule="coupled", seed=row)
+    for row in range(len(PROMPTS))
+]
+
+
+def audit_of(
+    folder: Path,
+    *,
+    texts: SamplingParams | list[SamplingParams] = GREEDY,
+    **settings: Any,
+) -> Audit:
+    """An audit whose drafter proposes the right text beside a wrong sibling, greedy text unless told."""
     audit = Audit(plan_of(folder, **settings))
     prompts = [ids for _, ids in PROMPTS]
-    results = audit.plain.generate(prompts, SamplingParams(max_tokens=TOKENS))
+    results = audit.plain.generate(prompts, texts)
     known = {tuple(ids): [*r.token_ids, 0, 0, 0, 0] for ids, r in zip(prompts, results, strict=True)}
     audit.drafting = Engine(audit.plain, draft=lambda view: KnowsTheText(known), config=audit.drafting.config)
     return audit
@@ -191,6 +204,51 @@ def test_a_planted_fault_is_a_bug_and_no_near_tie(
     assert levels["C2"].figures[0].values["bugs"] > 0
     assert {finding["verdict"] for finding in levels["C2"].findings} == {"bug"}
     assert root.values["rows"] > 0
+
+
+def coupled_audit(folder: Path, dtype: str) -> Audit:
+    """An audit of C3 whose second drafter, besides lookup, knows the sampled texts."""
+    audit = audit_of(folder, dtype=dtype, levels=("C3",), texts=COUPLED)
+    audit.plan = replace(audit.plan, draft="oracle")
+    return audit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_coupled_text_is_the_plain_text_with_an_oracle(tiny_llama: Path, dtype: str) -> None:
+    audit = coupled_audit(tiny_llama, dtype)
+    level = levels_of(audit)["C3"]
+    assert level.passed, level.to_dict()
+    assert [figure.name for figure in level.figures] == ["ngram", "oracle"]
+    assert level.figures[1].values["texts"] == len(PROMPTS)
+    results = audit.drafting.generate([ids for _, ids in PROMPTS], COUPLED)
+    accepted = sum(result.stats.accepted for result in results)
+    assert accepted > sum(result.stats.verify_steps for result in results), "sampled drafts are accepted"
+
+
+def test_coupled_text_is_the_plain_text_with_a_head(
+    tiny_llama: Path, random_draft: Callable[..., Path], tmp_path: Path
+) -> None:
+    draft = random_draft(tiny_llama, tmp_path / "draft")
+    level = levels_of(Audit(plan_of(tiny_llama, draft=str(draft), levels=("C3",))))["C3"]
+    assert level.passed, level.to_dict()
+    assert [figure.values["identical"] for figure in level.figures] == [len(PROMPTS)] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", [OffByOne, SiblingsSeeEachOther])
+def test_a_planted_fault_changes_coupled_text(
+    tiny_llama: Path, dtype: str, fault: Callable[[ModelRunner], ModelRunner]
+) -> None:
+    """The fault is in the oracle's tree passes alone, so lookup must still pass."""
+    audit = coupled_audit(tiny_llama, dtype)
+    audit.drafting.runner = fault(audit.drafting.runner)
+    record = audit.run()
+    assert not record.passed
+    (level,) = record.levels
+    lookup, oracle = level.figures
+    assert (level.passed, lookup.passed, oracle.passed) == (False, True, False)
+    assert oracle.values["bugs"] > 0
+    assert {finding["setting"] for finding in level.findings if finding["verdict"] == "bug"} == {"oracle"}
 
 
 def test_rows_are_compared_even_where_every_choice_agrees(tiny_llama: Path) -> None:
