@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
+from specdec.audit.goodness import fit
 from specdec.random_streams import UniformSource
 from specdec.tree import DraftTree, chain_tree
 from specdec.verification.batch import BatchResult, StepNumbers, TreeBatch, pad_trees
@@ -38,7 +38,6 @@ CHUNK = 25_000
 FEW = 150_000
 # of all tests of this file together; each comparison gets its share (Bonferroni)
 FAMILY_ALPHA = 0.01
-MIN_EXPECTED = 5.0
 
 Run = Callable[[TreeBatch, Tensor, Tensor, Tensor, StepNumbers], BatchResult]
 RULES_DRAWN: dict[str, Run] = {
@@ -191,24 +190,12 @@ def continued(drawn: Drawn, target: Tables, generator: torch.Generator) -> Tenso
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Pearson's test; a draw of an id without probability is a certain failure."""
-    counts, expected = counts.ravel(), expected.ravel() * (counts.sum() / expected.sum())
-    if counts[expected == 0.0].any():
-        return 0.0
-    order = np.argsort(-expected)
-    order = order[expected[order] > 0.0]
-    # pool runs of cells, largest first, to the least expectation
-    groups, reached = np.zeros(len(order), dtype=int), 0.0
-    for place, cell in enumerate(order[:-1]):
-        reached += expected[cell]
-        groups[place + 1] = groups[place] + (reached >= MIN_EXPECTED)
-        reached = 0.0 if reached >= MIN_EXPECTED else reached
-    observed, wanted = (np.bincount(groups, weights=values[order]) for values in (counts, expected))
-    if wanted[-1] < MIN_EXPECTED and len(wanted) > 1:
-        observed[-2:], wanted[-2:] = [0.0, observed[-2:].sum()], [1e-300, wanted[-2:].sum()]
-        observed, wanted = np.delete(observed, -2), np.delete(wanted, -2)
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    return float(chi2.sf(statistic, len(wanted) - 1)) if len(wanted) > 1 else 1.0
+    """Pearson's test of a table of counts against one of expectations, of whatever sum."""
+    law = expected.ravel() / expected.sum()
+    return fit(
+        {(cell,): int(counts.ravel()[cell]) for cell in np.flatnonzero(counts).tolist()},
+        {(cell,): float(law[cell]) for cell in np.flatnonzero(law).tolist()},
+    ).p_value
 
 
 def laws(seed: int) -> tuple[Tables, Tables]:
