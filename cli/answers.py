@@ -1,7 +1,7 @@
 """Answers of a target to many prompts: order, batching, resuming. The work behind `specdec regenerate`.
 
-The output file is only ever appended to, one whole line at a time; a line cut short by a crash is
-dropped at the next start.
+The output file is only ever appended to, one whole line at a time, by one run at a time; a line cut short
+by a crash is dropped at the next start, if the file is known to hold answers.
 """
 
 from __future__ import annotations
@@ -10,19 +10,33 @@ import json
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from specdec.cli.console import progress
-from specdec.cli.datasets import Prompt, load_prompts
-from specdec.cli.outputs import require_writable
+from specdec.cli.datasets import Prompt, load_prompts, prompt_file
+from specdec.cli.outputs import is_run_record, require_not_input, require_own_record, require_writable
 from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
-from specdec.provenance import RunRecord, folder_fingerprint, read_json, sha256_file, write_json_atomic
+from specdec.provenance import (
+    RUN_SCHEMA,
+    RunRecord,
+    folder_fingerprint,
+    read_json,
+    sha256_file,
+    write_json_atomic,
+)
 from specdec.sequence import SamplingParams, Sequence
+
+# what every answer record begins with
+_FIRST_BYTES = b'{"id": '
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +80,17 @@ def finished_answers(path: Path) -> tuple[set[str], int]:
     """Ids and answer tokens already in the file; an incomplete last line is cut off.
 
     Raises:
-        SpecdecError: the file holds something else than answers.
+        SpecdecError: the file holds something else than answers; it is left as it was.
     """
     if not path.exists():
         return set(), 0
     ids: set[str] = set()
     tokens = whole = 0
+    rest = b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
+                rest = line
                 break
             try:
                 record = json.loads(line)
@@ -85,7 +101,11 @@ def finished_answers(path: Path) -> tuple[set[str], int]:
                     f"--out ({path}) line {number} is not an answer record; choose another file"
                 ) from error
             whole += len(line)
-    if whole < path.stat().st_size:
+    if rest:
+        # without a whole answer only the run record tells a first one cut short from somebody's own file
+        claimed = is_run_record(_record_path(path)) and _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)])
+        if not whole and not claimed:
+            raise SpecdecError(f"--out ({path}) does not hold answer records; choose another file")
         with path.open("r+b") as file:
             file.truncate(whole)
     return ids, tokens
@@ -98,6 +118,14 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise SpecdecError("the prompt sets share ids; give sets with distinct ids")
     require_writable("--out", plan.out)
+    for source in plan.sources:
+        require_not_input("--out", plan.out, {f"the prompt set ({source})": prompt_file(source)})
+    require_own_record("--out", plan.out, _record_path(plan.out))
+    with _held_alone(plan.out):
+        return _write(plan, prompts)
+
+
+def _write(plan: AnswerPlan, prompts: list[Prompt]) -> dict[str, Any]:
     folder = resolve_target(plan.target)
     origin = _origin(plan, folder)
     done, tokens_before = finished_answers(plan.out)
@@ -166,6 +194,27 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
     return summary
 
 
+@contextmanager
+def _held_alone(out: Path) -> Iterator[None]:
+    """Keep other runs from the file: two would answer the same prompts and mix their lines.
+
+    Raises:
+        SpecdecError: another run holds it.
+    """
+    path = out.resolve()
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise SpecdecError(
+            f"--out ({out}) is being written by another run; wait or name another file"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _record_path(out: Path) -> Path:
     return out.with_suffix(".run.json")
 
@@ -188,7 +237,7 @@ def _claim(out: Path, origin: dict[str, Any], *, started: bool) -> None:
     """
     record = _record_path(out)
     if not started:
-        write_json_atomic(record, {"extra": origin})
+        write_json_atomic(record, {"schema": RUN_SCHEMA, "extra": origin})
         return
     before = read_json(record).get("extra", {}) if record.exists() else {}
     for name, value in origin.items():

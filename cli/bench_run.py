@@ -21,7 +21,7 @@ from specdec.cli.measure import (
     summarise,
     transformers_decoder,
 )
-from specdec.cli.outputs import require_writable
+from specdec.cli.outputs import require_not_input, require_writable
 from specdec.cli.shapes import parse_shape
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
@@ -103,6 +103,7 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     settings = settings_of(plan)
     if plan.out is not None:
         require_writable("--out", plan.out)
+        require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
     params = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=plan.max_tokens)
     folder = resolve_target(plan.target)
     encoder = PromptEncoder(folder)

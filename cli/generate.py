@@ -66,7 +66,9 @@ def generate(
 
     Example: specdec generate smollm2-135m --draft smollm2-135m --prompt "Why is the sky blue?"
     """
+    from specdec.cli.datasets import prompt_file
     from specdec.cli.generation import GenerationPlan, answer_file, answer_one, chat
+    from specdec.cli.outputs import require_not_input
     from specdec.cli.sampling_options import parse_knobs, parse_logit_bias, read_grammar
     from specdec.cli.shapes import parse_shape
     from specdec.sampling_params import SamplingParams
@@ -77,6 +79,9 @@ def generate(
         raise UsageError("--out needs --prompts")
     if logprobs is not None and prompt is None and out is None:
         raise UsageError("--logprobs needs --prompt, or --prompts with --out")
+    if out is not None and prompts is not None:
+        inputs = {"--prompts": prompt_file(prompts), "--json-schema": json_schema, "--ebnf": ebnf}
+        require_not_input("--out", out, inputs)
     plan = GenerationPlan(
         target=target,
         draft=draft,

@@ -11,11 +11,11 @@ from typing import Any
 
 from specdec.cli.console import emit_json, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file
-from specdec.cli.outputs import require_writable
+from specdec.cli.outputs import require_own_record, require_writable
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
-from specdec.provenance import RunRecord, sha256_file
+from specdec.provenance import RunRecord, sha256_file, write_text_atomic
 from specdec.requests import GenerationResult, Prompt
 from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
@@ -83,6 +83,7 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
     prompts = load_prompts(source)[:limit]
     if out is not None:
         require_writable("--out", out)
+        require_own_record("--out", out, _record_path(out))
     engine = plan.engine(plan.batch_size)
     results: list[GenerationResult] = []
     started = time.perf_counter()
@@ -109,22 +110,19 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
         for record in records:
             print(f"== {record['id']}\n{record['text']}\n")
     else:
-        part = out.with_name(out.name + ".part")
-        try:
-            part.write_text(
-                "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8"
-            )
-            part.replace(out)
-        except OSError as error:
-            raise SpecdecError(f"--out ({out}) cannot be written: {error.strerror}") from error
+        write_text_atomic(out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
         RunRecord.collect(
             dtype=engine.config.dtype,
             template_hash=None if plan.raw else engine.encoder.template_hash,
             data_hash=sha256_file(prompt_file(source)),
             defaults={**asdict(plan.params), "spec": asdict(plan.spec), "batch_size": plan.batch_size},
             extra=_summary(results, seconds, plan),
-        ).write(out.with_suffix(".run.json"))
+        ).write(_record_path(out))
     emit_json(_summary(results, seconds, plan))
+
+
+def _record_path(out: Path) -> Path:
+    return out.with_suffix(".run.json")
 
 
 def _stream(engine: Engine, plan: GenerationPlan, prompt: Prompt) -> tuple[GenerationResult, float]:

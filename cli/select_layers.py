@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec.cli.outputs import require_writable
+from specdec.cli.datasets import calibration_files
+from specdec.cli.outputs import require_not_input, require_own_record, require_writable
 from specdec.errors import SpecdecError, UsageError
 from specdec.layer_select.config import SEARCHES, ChooseConfig, ScoreConfig
 from specdec.layer_select.engines import ENGINES
@@ -113,14 +114,14 @@ def select_layers(
         estimators=_measured(choose_config, estimators),
     )
     _require_consistent(choose_config, probe, device, device_map, picture, print_pictures)
-    pictures = _require_outputs(out, picture, print_pictures, resume)
+    files = calibration_files(data)
+    pictures = _require_outputs(out, picture, print_pictures, resume, list(files.values()))
 
     import time
     import warnings
 
     from specdec import hf, hub, provenance
     from specdec.cli.console import emit_json, progress, say
-    from specdec.cli.datasets import calibration_files
     from specdec.cli.selection_tables import print_selection, summary
     from specdec.layer_select import artifact, choose, document, score, texts
     from specdec.layer_select.constraints import feasible_sets
@@ -128,7 +129,6 @@ def select_layers(
     from specdec.layer_select.search import resolved_search
 
     estimators_named(score_config.estimators)
-    files = calibration_files(data)
     folder = hub.resolve_target(target)
     tokenizer = hf.load_tokenizer(folder)
     calibration = texts.read_domains(files, tokenizer, score_config)
@@ -226,16 +226,20 @@ def _require_consistent(
 
 
 def _require_outputs(
-    out: Path, picture: Path | None, print_pictures: bool, resume: Path | None
+    out: Path, picture: Path | None, print_pictures: bool, resume: Path | None, inputs: list[Path]
 ) -> list[Path]:
-    """Refuse places that cannot be written or collide; the pictures that will be made."""
-    named = [("--out", out), ("--out", out.with_name(f"{out.stem}.run.json"))]
+    """Refuse places that cannot be written, collide or are read; the pictures that will be made."""
+    record = out.with_name(f"{out.stem}.run.json")
+    named = [("--out", out), ("--out", record)]
     pictures = [] if picture is None else picture_paths(picture, print_too=print_pictures)
     named += [("--picture", path) for path in pictures]
     if resume is not None:
         named.append(("--resume", resume))
     for option, path in named:
         require_writable(option, path)
+        for file in inputs:
+            require_not_input(option, path, {"--data": file})
+    require_own_record("--out", out, record)
     seen: dict[Path, str] = {}
     for option, path in named:
         if path.resolve() in seen:

@@ -22,6 +22,8 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 
+RUN_SCHEMA = "specdec.run/1"
+
 _PACKAGES = ("specdec", "torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "gguf")
 # keys that change what the same weights compute and that every transformers version spells alike
 _ESSENTIAL_KEYS = (
@@ -326,7 +328,7 @@ class RunRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values, with its schema name first."""
-        return {"schema": "specdec.run/1", **asdict(self)}
+        return {"schema": RUN_SCHEMA, **asdict(self)}
 
     def write(self, path: str | Path) -> None:
         """Write the record as JSON, atomically."""
