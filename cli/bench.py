@@ -63,8 +63,18 @@ def bench(
     if verify_cost:
         from specdec.cli.verify_cost import measure_verify_cost
 
+        others = {"--draft": draft, "--shape": shape, "--rule": rule, "--knob": knob, "--lossy": lossy}
+        others |= {"--limit": limit, "--transformers": transformers, "--out": out}
+        for option, value in others.items():
+            if value:
+                raise UsageError(f"{option} and --verify-cost exclude each other; give one of them")
+
         emit_json(measure_verify_cost(target))
         return
+    if lossy and not rule:
+        raise UsageError("--lossy needs --rule, the lossy rule to verify by")
+    if (shape or rule) and not draft:
+        raise UsageError(f"{'--shape' if shape else '--rule'} needs --draft: without one nothing is drafted")
     if transformers and temperature > 0:
         raise UsageError("--transformers compares greedy text; leave --temperature at 0")
     if knob and len(rule or []) != 1:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specdec.cli.console import print_table, progress, say
-from specdec.cli.datasets import load_prompts, prompt_file
+from specdec.cli.datasets import load_prompts, prompt_file, require_shorter
 from specdec.cli.measure import (
     PLAIN,
     BenchPrompt,
@@ -110,11 +110,8 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     prompts = bench_prompts(encoder, plan.data, plan.limit)
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     context = ModelConfig.from_folder(folder).max_position_embeddings
-    if len(longest.token_ids) >= context:
-        raise SpecdecError(
-            f"--data ({plan.data}): prompt {longest.id} ({len(longest.token_ids)} tokens) must be shorter "
-            f"than the target's context ({context} tokens)"
-        )
+    lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
+    require_shorter("--data", plan.data, lengths, context)
     engine, decoders = make_decoders(
         str(folder),
         settings,

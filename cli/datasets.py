@@ -1,11 +1,12 @@
 """Prompt sets by name: the ones in the repository, or any file of the same form.
 
 Owns the names of the shipped data and the reading of prompt files. Knows nothing of chat templates or token
-ids: a prompt is the user's turns as text. Sources and licences: ``cli/data/README.md`` and
-``train/data/README.md``.
+ids (at most how many there are): a prompt is the user's turns as text. Sources and licences:
+``cli/data/README.md`` and ``train/data/README.md``.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,41 @@ def load_prompts(name_or_path: str) -> list[Prompt]:
     return prompts
 
 
+def require_unicode(where: str, text: str) -> None:
+    """Refuse half of a character (a lone surrogate), which no tokenizer can read and no file can hold.
+
+    Raises:
+        SpecdecError: beginning with `where`.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SpecdecError(
+            f"{where}: not valid Unicode (lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start + 1})"
+        ) from error
+
+
+def require_shorter(option: str, given: str, lengths: Mapping[str, int], context: int) -> None:
+    """Refuse prompts that leave no room in the target's context, before the first is decoded.
+
+    Args:
+        option: where the prompts come from.
+        given: its value.
+        lengths: tokens of each prompt, by id.
+        context: positions of the target.
+
+    Raises:
+        SpecdecError: naming the longest prompt.
+    """
+    longest = max(lengths, key=lambda name: lengths[name])
+    if lengths[longest] >= context:
+        raise SpecdecError(
+            f"{option} ({given}): prompt {longest} ({lengths[longest]} tokens) must be shorter than the "
+            f"target's context ({context} tokens)"
+        )
+
+
 def _parse_row(path: Path, number: int, line: str) -> Prompt:
     where = f"{path} line {number}"
     try:
@@ -143,8 +179,11 @@ def _parse_row(path: Path, number: int, line: str) -> Prompt:
         raise SpecdecError(f"{where} must have 'prompt' (a string) or 'turns' (a list of strings)")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise SpecdecError(f"{where}: every turn must be a string that is not empty")
-    return Prompt(
+    prompt = Prompt(
         id=str(row.get("id", row.get("question_id", number))),
         category=str(row.get("category", "none")),
         turns=tuple(turns),
     )
+    for text in (prompt.id, prompt.category, *prompt.turns):
+        require_unicode(where, text)
+    return prompt

@@ -66,7 +66,7 @@ def generate(
 
     Example: specdec generate smollm2-135m --draft smollm2-135m --prompt "Why is the sky blue?"
     """
-    from specdec.cli.datasets import prompt_file
+    from specdec.cli.datasets import prompt_file, require_unicode
     from specdec.cli.generation import GenerationPlan, answer_file, answer_one, chat
     from specdec.cli.outputs import require_not_input
     from specdec.cli.sampling_options import parse_knobs, parse_logit_bias, read_grammar
@@ -77,8 +77,16 @@ def generate(
         raise UsageError("--prompt and --prompts exclude each other; give one of them")
     if out is not None and prompts is None:
         raise UsageError("--out needs --prompts")
+    if limit is not None and prompts is None:
+        raise UsageError(f"--limit ({limit}) needs --prompts")
+    if lossy and rule is None:
+        raise UsageError("--lossy needs --rule, the lossy rule to verify by")
     if logprobs is not None and prompt is None and out is None:
         raise UsageError("--logprobs needs --prompt, or --prompts with --out")
+    words = {"--prompt": [prompt or ""], "--regex": [regex or ""], "--stop": stop, "--bad-word": bad_word}
+    for option, texts in words.items():
+        for text in texts or ():
+            require_unicode(option, text)
     if out is not None and prompts is not None:
         inputs = {"--prompts": prompt_file(prompts), "--json-schema": json_schema, "--ebnf": ebnf}
         require_not_input("--out", out, inputs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.console import emit_json, progress, say
-from specdec.cli.datasets import load_prompts, prompt_file
+from specdec.cli.datasets import load_prompts, prompt_file, require_shorter, require_unicode
 from specdec.cli.outputs import require_own_record, require_writable
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
@@ -49,7 +49,7 @@ def answer_one(plan: GenerationPlan, text: str) -> None:
 
 
 def chat(plan: GenerationPlan) -> None:
-    """Talk with the target until end of input."""
+    """Talk with the target until end of input, or until the talk fills the target's context."""
     if plan.raw:
         raise SpecdecError("--raw needs --prompt or --prompts: a chat uses the target's template")
     engine = plan.engine(1)
@@ -60,13 +60,20 @@ def chat(plan: GenerationPlan) -> None:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = _read_line(len(messages) // 2 + 1)
         if not line:
             break
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.strip()})
-        result, taken = _stream(engine, plan, messages)
+        token_ids = engine.encoder.encode(messages)
+        if len(token_ids) >= engine.max_model_len:
+            say(
+                f"the chat ends: with this message it has {len(token_ids)} tokens and must be "
+                f"shorter than the target's context ({engine.max_model_len} tokens)"
+            )
+            break
+        result, taken = _stream(engine, plan, token_ids)
         print(flush=True)
         length = result.stats.acceptance_length
         speed = len(result.token_ids) / taken
@@ -85,12 +92,15 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
         require_writable("--out", out)
         require_own_record("--out", out, _record_path(out))
     engine = plan.engine(plan.batch_size)
+    token_ids = {prompt.id: engine.encoder.encode(plan.as_prompt(prompt.turns[0])) for prompt in prompts}
+    lengths = {name: len(ids) for name, ids in token_ids.items()}
+    require_shorter("--prompts", source, lengths, engine.max_model_len)
     results: list[GenerationResult] = []
     started = time.perf_counter()
     with progress("answers", len(prompts)) as bar:
         for start in range(0, len(prompts), plan.batch_size):
             batch = prompts[start : start + plan.batch_size]
-            results += engine.generate([plan.as_prompt(prompt.turns[0]) for prompt in batch], plan.params)
+            results += engine.generate([token_ids[prompt.id] for prompt in batch], plan.params)
             bar.update(len(results))
     seconds = time.perf_counter() - started
     for prompt, result in zip(prompts, results, strict=True):
@@ -119,6 +129,21 @@ def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path 
             extra=_summary(results, seconds, plan),
         ).write(_record_path(out))
     emit_json(_summary(results, seconds, plan))
+
+
+def _read_line(number: int) -> str:
+    """The next line of a chat; empty at the end of input.
+
+    Raises:
+        SpecdecError: it is no text.
+    """
+    where = f"chat message {number}"
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise SpecdecError(f"{where}: not valid Unicode (byte {error.start} is not UTF-8)") from error
+    require_unicode(where, line)
+    return line
 
 
 def _record_path(out: Path) -> Path:

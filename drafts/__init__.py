@@ -34,15 +34,18 @@ def draft_folder(name: str) -> Path:
     Raises:
         SpecdecError: neither a folder nor a shipped name.
     """
+    if not name.strip():
+        raise SpecdecError(f'--draft ("{name}") is empty; {_allowed()}')
     if Path(name).is_dir():
         return Path(name)
     if (PRETRAINED / name / "config.json").exists():
         return PRETRAINED / name
+    raise SpecdecError(f"--draft ({name}) is no draft; {_allowed()}")
+
+
+def _allowed() -> str:
     known = ", ".join(shipped_drafts()) or "none"
-    raise SpecdecError(
-        f"--draft ({name}) must be {LOOKUP!r}, a draft folder, a shipped draft ({known}), or "
-        f"{LOOKUP}+ one of these"
-    )
+    return f"give {LOOKUP}, a draft folder, a shipped draft ({known}), or {LOOKUP}+ one of the latter two"
 
 
 def load_drafter(spelling: str, target: TargetView) -> Drafter:
@@ -57,7 +60,10 @@ def load_drafter(spelling: str, target: TargetView) -> Drafter:
     if spelling == LOOKUP:
         return NgramDrafter()
     if spelling.startswith(f"{LOOKUP}+"):
-        return StackedDrafter(NgramDrafter(), _load_head(spelling.removeprefix(f"{LOOKUP}+"), target))
+        head = spelling.removeprefix(f"{LOOKUP}+")
+        if not head.strip() or head.split("+")[0] == LOOKUP:
+            raise SpecdecError(f"--draft ({spelling}) must add a draft head to {LOOKUP}; {_allowed()}")
+        return StackedDrafter(NgramDrafter(), _load_head(head, target))
     return _load_head(spelling, target)
 
 

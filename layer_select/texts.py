@@ -150,6 +150,10 @@ def _rows_of(path: Path, config: ScoreConfig) -> Iterator[tuple[int, dict[str, A
             raise SpecdecError(f"{path}, line {line}: not JSON ({error.msg})") from error
         if not isinstance(row, dict):
             raise SpecdecError(f"{path}, line {line}: must be a JSON object")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise SpecdecError(f"{path} line {line}: not valid Unicode (a lone surrogate)") from error
         yield line, row
 
 

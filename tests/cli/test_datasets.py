@@ -76,6 +76,9 @@ def test_both_row_forms_and_plain_text_are_read(tmp_path: Path) -> None:
         ('{"prompt": "  "}\n', "line 1: every turn must be a string that is not empty"),
         ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n', "line 2: id (1) occurs twice"),
         ("\n", "holds no prompt"),
+        ('{"prompt": "a"}\n{"prompt": "lone \\ud83d surrogate"}\n', "bad.jsonl line 2: not valid Unicode"),
+        ('{"turns": ["a", "\\ude00"]}\n', "bad.jsonl line 1: not valid Unicode"),
+        ('{"id": "\\ud83d", "prompt": "a"}\n', "bad.jsonl line 1: not valid Unicode"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -85,6 +88,12 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, message:
         load_prompts(str(path))
     assert message in str(caught.value)
     assert "bad.jsonl" in str(caught.value)
+
+
+def test_a_pair_of_surrogates_is_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "pair.jsonl"
+    path.write_text('{"prompt": "\\ud83d\\ude00"}\n')
+    assert load_prompts(str(path))[0].turns == ("\U0001f600",)
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:

@@ -167,3 +167,10 @@ def test_a_binary_file_is_an_error_naming_it(tmp_path: Path, tiny_tokenizer: Any
     path.write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(SpecdecError, match=r"picture\.txt.*UTF-8"):
         read_texts(path, tiny_tokenizer, CONFIG)
+
+
+def test_half_a_character_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "lone.jsonl"
+    path.write_text('{"text": "whole"}\n{"text": "lone \\ud83d surrogate"}\n')
+    with pytest.raises(SpecdecError, match=r"lone\.jsonl line 2: not valid Unicode"):
+        read_texts(path, None, ScoreConfig())
