@@ -63,12 +63,11 @@ def bench(
     if verify_cost:
         from specdec.cli.verify_cost import measure_verify_cost
 
-        others = {"--draft": draft, "--shape": shape, "--rule": rule, "--knob": knob, "--lossy": lossy}
-        others |= {"--limit": limit, "--transformers": transformers, "--out": out}
+        others: dict[str, object] = {"--draft": draft, "--shape": shape, "--rule": rule, "--knob": knob}
+        others |= {"--lossy": lossy, "--limit": limit, "--transformers": transformers, "--out": out}
         for option, value in others.items():
             if value:
                 raise UsageError(f"{option} and --verify-cost exclude each other; give one of them")
-
         emit_json(measure_verify_cost(target))
         return
     if lossy and not rule:
