@@ -1,8 +1,8 @@
 """The `specdec` program: which commands exist, and how a failure is shown.
 
-Owns the table of commands and the exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A user's
-mistake is one line ``error: ...`` on stderr, without a traceback (SPECDEC_DEBUG=1 shows it). Knows nothing
-of what a command does.
+Owns the table of commands and the exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped
+by a signal with the work saved. A user's mistake is one line ``error: ...`` on stderr, without a traceback
+(SPECDEC_DEBUG=1 shows it). Knows nothing of what a command does.
 
 How a command file looks. ``cli/<name>.py`` holds one function named like the file, added to ``_COMMANDS``
 below. Its module top imports only the standard library, typer, ``specdec.errors`` and other modules that are
@@ -48,7 +48,7 @@ from specdec.cli.select_layers import select_layers
 from specdec.cli.study import study
 from specdec.cli.sweep import sweep
 from specdec.cli.train import train
-from specdec.errors import SpecdecError, UsageError
+from specdec.errors import SpecdecError, StoppedError, UsageError
 from specdec.provenance import begin_run
 
 app = typer.Typer(
@@ -59,6 +59,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_INTERRUPTED, _STOPPED = 130, 143
 # typer carries its own copy of click from 0.26 on and used the installed one before; this is either's
 _WRONG_USAGE: tuple[type[BaseException], ...] = typer.BadParameter.__bases__
 
@@ -110,13 +111,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         outcome = app(args=words or ["--help"], prog_name="specdec", standalone_mode=False)
+        # typer 0.29 turns an interrupt into this exit code, older ones raise Abort
+        if outcome == _INTERRUPTED:
+            return _fail("interrupted", _INTERRUPTED)
         return outcome if isinstance(outcome, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except _WRONG_USAGE as error:
         return _fail(_usage_message(error), 2)
     except UsageError as error:
         return _fail(str(error), 2)
+    except StoppedError as error:
+        return _fail(str(error), _STOPPED)
     except SpecdecError as error:
         return _fail(str(error), 1)
     except BrokenPipeError:
@@ -124,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is None:
-            raise
-        return _fail(f"{error.filename}: {error.strerror}", 1)
+        # a write to an open file (a full disk, a quota) carries no name
+        place = "a file could not be read or written" if error.filename is None else error.filename
+        return _fail(f"{place}: {error.strerror or error}", 1)
 
 
 def _usage_message(error: BaseException) -> str:
@@ -137,7 +143,7 @@ def _usage_message(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    if os.environ.get("SPECDEC_DEBUG") == "1":
+    if os.environ.get("SPECDEC_DEBUG") == "1" and sys.exc_info()[0] is not None:
         traceback.print_exc()
     print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
     return code

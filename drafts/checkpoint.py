@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec.drafts.config import Eagle3Config
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.vocab import DraftVocab
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, writing
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -144,20 +144,22 @@ def save_draft(
         "embed": "target",
         "training": dict(contract.training),
     }
-    try:
+    with writing(f"draft folder ({target})"):
         target.mkdir(parents=True, exist_ok=True)
         scratch = target / f".partial-{os.getpid()}"
         scratch.mkdir(exist_ok=True)
         try:
-            save_file(tensors, scratch / WEIGHTS_NAME, metadata={"format": "pt"})
+            try:
+                save_file(tensors, scratch / WEIGHTS_NAME, metadata={"format": "pt"})
+            except SafetensorError as error:
+                # a full disk: its text ends in the system's reason
+                raise OSError(str(error)) from error
             (scratch / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             # weights first: a folder without config.json is not taken for a draft.
             for name in (WEIGHTS_NAME, CONFIG_NAME):
                 os.replace(scratch / name, target / name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        raise SpecdecError(f"draft folder ({target}) cannot be written: {error.strerror or error}") from error
     return target
 
 

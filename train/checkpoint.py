@@ -11,12 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecdecError
+from specdec.errors import OtherRunError, SpecdecError, writing
 
 FOLDER = "checkpoints"
 PATTERN = re.compile(r"step-(\d{8})\.pt")
@@ -43,23 +43,54 @@ class TrainState:
     contract: Mapping[str, Any]
 
 
+class _Sink:
+    """A file to write to that remembers why a write failed: torch's own error does not say."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
 def save_state(folder: Path, state: TrainState, *, keep: int) -> Path:
     """Write a checkpoint atomically and delete all but the last `keep`."""
     place = folder / FOLDER
     path = place / f"step-{state.step:08d}.pt"
-    try:
+    scratch = place / f".{path.name}.partial"
+    with writing(f"checkpoint ({path})"):
         place.mkdir(parents=True, exist_ok=True)
-        scratch = place / f".{path.name}.partial"
-        with open(scratch, "wb") as file:
-            torch.save(vars(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        try:
+            _write_synced(scratch, state)
+            os.replace(scratch, path)
+        except BaseException:
+            # half a checkpoint must not keep a full disk full
+            scratch.unlink(missing_ok=True)
+            raise
         for old in _paths(folder)[:-keep]:
             old.unlink()
-    except OSError as error:
-        raise SpecdecError(f"checkpoint ({path}) cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _write_synced(path: Path, state: TrainState) -> None:
+    with open(path, "wb") as file:
+        sink = _Sink(file)
+        try:
+            torch.save(vars(state), cast(IO[bytes], sink))
+        except RuntimeError as error:
+            if sink.failure is None:
+                raise
+            raise sink.failure from error
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -80,10 +111,9 @@ def load_state(path: Path, contract: Mapping[str, Any]) -> TrainState:
     for key in sorted(set(state.contract) | set(contract)):
         old, new = state.contract.get(key), contract.get(key)
         if old != new:
-            raise SpecdecError(
+            raise OtherRunError(
                 f"{key} ({new}) differs from the run being resumed ({old}); use the same value, another "
-                f"--out, or "
-                "--no-resume"
+                "--out, or --no-resume"
             )
     return state
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from specdec.drafts.checkpoint import CONFIG_NAME, DraftContract, cast_head, save_draft
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.vocab import token_counts
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, writing
 from specdec.hf import (
     check_boundaries,
     load_hf_model,
@@ -39,6 +41,7 @@ from specdec.train.states import StateSource, StoredStates, TargetStates
 from specdec.train.trainer import METRICS_NAME, Trainer, TrainOutcome
 
 ONLINE = "online"
+LOCK_NAME = ".lock"
 # options that change neither the weights nor the order of batches, so a resumed run may change them.
 FREE_OPTIONS = frozenset(
     {"max_hours", "log_every", "save_every", "eval_every", "keep_checkpoints", "eval_depth", "save_dtype"}
@@ -60,11 +63,36 @@ def check_out_folder(out: Path) -> None:
     """Refuse a folder that is in use for something else."""
     if out.exists() and not out.is_dir():
         raise SpecdecError(f"--out ({out}) is a file; name a folder")
-    known = (FOLDER, METRICS_NAME, CONFIG_NAME, "run.json")
+    known = (FOLDER, METRICS_NAME, CONFIG_NAME, "run.json", LOCK_NAME)
     if out.is_dir() and any(out.iterdir()) and not any((out / name).exists() for name in known):
         raise SpecdecError(f"--out ({out}) is not empty and is no draft or run folder; name another")
     if (out / CONFIG_NAME).exists() and '"specdec"' not in (out / CONFIG_NAME).read_text(errors="replace"):
         raise SpecdecError(f"--out ({out}) holds another model; name another folder")
+
+
+@contextmanager
+def own_folder(out: Path) -> Iterator[None]:
+    """Keep a run folder to this run; one that stays without content is taken away again.
+
+    Raises:
+        SpecdecError: another run writes there, or the folder cannot be made.
+    """
+    with writing(f"--out ({out})"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / LOCK_NAME)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise SpecdecError(
+                f"--out ({out}) is being written by another run; wait or name another"
+            ) from error
+    try:
+        yield
+    finally:
+        (out / LOCK_NAME).unlink(missing_ok=True)
+        lock.release()
+        if out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
 
 
 def split_held_out(
@@ -106,10 +134,35 @@ def train_draft(
     Raises:
         SpecdecError: anything wrong with the options, the data or the folders.
     """
-    config, folder = config or TrainConfig(), Path(out)
+    folder = Path(out)
     check_out_folder(folder)
+    with own_folder(folder):
+        return _train(
+            target,
+            tuple(boundaries),
+            data,
+            folder,
+            config or TrainConfig(),
+            states_cache,
+            init_from,
+            resume,
+            report,
+        )
+
+
+def _train(
+    target: str | Path,
+    boundaries: tuple[int, ...],
+    data: str | Path,
+    folder: Path,
+    config: TrainConfig,
+    states_cache: str,
+    init_from: str | Path | None,
+    resume: bool,
+    report: Callable[[str], None],
+) -> TrainResult:
     model = load_hf_model(target, dtype=config.target_dtype)
-    check_boundaries(tuple(boundaries), num_decoder_layers(model))
+    check_boundaries(boundaries, num_decoder_layers(model))
     tokenizer = load_tokenizer(target)
     vocab_size = head_weight(model).shape[0]
     chats = load_chat_data(data, tokenizer, max_length=config.max_length, vocab_size=vocab_size)
@@ -129,10 +182,10 @@ def train_draft(
         stored.fill(chats.sequences, fill_progress(report))
         source = stored
     if init_from is not None:
-        head = continued_head(model, tuple(boundaries), init_from, fingerprint, training, report)
+        head = continued_head(model, boundaries, init_from, fingerprint, training, report)
     else:
         vocab = choose_vocab(training, tokenizer, model, vocab_size, config)
-        start = start_head(model, tuple(boundaries), vocab, training, source, config)
+        start = start_head(model, boundaries, vocab, training, source, config)
         head = start.head
         if start.explained is not None:
             report(f"ridge start: {start.explained:.1%} of the next state's variance explained")
@@ -143,7 +196,6 @@ def train_draft(
         f"covers {coverage:.1%} of {'held-out' if held_out else 'training'} answer tokens; "
         f"{sum(p.numel() for p in head.parameters()):,} trained weights"
     )
-    folder.mkdir(parents=True, exist_ok=True)
     contract = {key: value for key, value in asdict(config).items() if key not in FREE_OPTIONS}
     contract |= {
         "adam_betas": list(config.adam_betas),
@@ -192,12 +244,16 @@ def train_draft(
         "answer_tokens": sum(s.num_answer_tokens for s in training),
         "dropped": chats.dropped_reasons(),
         "draft_vocab_coverage": round(coverage, 4),
-        "rows_per_second": round(outcome.rows_per_second, 1),
+        "rows_per_second": _rounded(outcome.rows_per_second, 1),
         "seconds": round(outcome.seconds, 1),
-        "loss": None if outcome.last_loss is None else round(outcome.last_loss, 4),
+        "loss": _rounded(outcome.last_loss, 4),
         "acceptance": acceptance.to_dict() if acceptance else None,
     }
     return TrainResult(folder=folder, outcome=outcome, acceptance=acceptance, summary=summary)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _publish(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +22,10 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, writing
 from specdec.hf import BoundaryTap, final_norm, num_decoder_layers, output_head, run_decoder
 from specdec.layer_select.readout import Readout
-from specdec.provenance import sha256_text
+from specdec.provenance import sha256_text, write_text_atomic
 from specdec.train.batching import SequenceStates
 from specdec.train.sequences import TrainSequence
 
@@ -164,13 +165,9 @@ class StoredStates:
             "final": "float32, after the final norm",
         }
         self.folder = Path(folder) / sha256_text(json.dumps(contract, sort_keys=True))[:16]
-        try:
+        with writing(f"--states-cache ({folder})"):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "contract.json").write_text(json.dumps(contract, indent=2) + "\n")
-        except OSError as error:
-            raise SpecdecError(
-                f"--states-cache ({folder}) cannot be written: {error.strerror or error}"
-            ) from error
         self._lock = FileLock(self.folder / "lock")
         try:
             self._lock.acquire(timeout=0)
@@ -205,7 +202,7 @@ class StoredStates:
             self._index[item["hash"]] = _Entry(item["offset"], item["rows"])
             end = max(end, item["offset"] + item["rows"] * self.row_bytes)
             kept.append(line)
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        write_text_atomic(path, "".join(line + "\n" for line in kept))
         return end
 
     def missing_bytes(self, sequences: Sequence[TrainSequence]) -> int:
@@ -237,9 +234,19 @@ class StoredStates:
 
     def _compute(self, sequences: Sequence[TrainSequence]) -> None:
         assert self._lock.is_locked, "a released store has all the states its run will ask for"
-        for sequence, states in zip(sequences, self.source.fetch(sequences), strict=True):
-            self._append(sequence.content_hash, states)
-        self._lines.flush()
+        found = self.source.fetch(sequences)
+        try:
+            with writing(f"--states-cache ({self.folder})"):
+                for sequence, states in zip(sequences, found, strict=True):
+                    self._append(sequence.content_hash, states)
+                self._lines.flush()
+        except SpecdecError:
+            # closing tries the failed write once more
+            for file in (self._data, self._lines):
+                with suppress(OSError):
+                    file.close()
+            self._lock.release()
+            raise
 
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order; unknown ones are computed and kept."""

@@ -186,7 +186,7 @@ class Study:
             "steps": outcome.steps,
             "last_loss": outcome.last_loss,
             "train_seconds": round(outcome.seconds, 1),
-            "rows_per_second": round(outcome.rows_per_second, 1),
+            "rows_per_second": None if outcome.rows_per_second is None else round(outcome.rows_per_second, 1),
             "seconds": round(time.monotonic() - begun, 1),
             "ridge_explained": start.explained,
             "trained_weights": sum(p.numel() for p in head.parameters()),

@@ -22,7 +22,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from specdec.drafts.eagle3 import Eagle3Head
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, writing
+from specdec.provenance import write_text_atomic
 from specdec.train.batching import (
     RowBatch,
     epoch_plan,
@@ -45,14 +46,18 @@ METRICS_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutcome:
-    """How the loop ended: `complete` is false after a stop signal."""
+    """How the loop ended: `complete` is false after a stop signal.
+
+    `new_steps` are those of this call; speed and loss are None without any.
+    """
 
     steps: int
+    new_steps: int
     total_steps: int
     epochs: float
     slots: int
     seconds: float
-    rows_per_second: float
+    rows_per_second: float | None
     last_loss: float | None
     complete: bool
 
@@ -239,11 +244,12 @@ class Trainer:
             self._evaluate()
         return TrainOutcome(
             steps=self.step,
+            new_steps=self.step - first,
             total_steps=self.total_steps,
             epochs=self.epoch + self.batch / max(1, len(plan)),
             slots=self.slots,
             seconds=self.seconds,
-            rows_per_second=rate,
+            rows_per_second=rate or None,
             last_loss=loss,
             complete=complete,
         )
@@ -325,7 +331,8 @@ class Trainer:
         self._write({"step": self.step, "epoch": self.epoch, **kept, "rows_per_second": round(rate, 1)})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        with open(self.folder / METRICS_NAME, "a", encoding="utf-8") as file:
+        path = self.folder / METRICS_NAME
+        with writing(str(path)), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def _cut_metrics(self) -> None:
@@ -335,4 +342,4 @@ class Trainer:
             return
         lines = path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        write_text_atomic(path, "".join(line + "\n" for line in kept))

@@ -5,10 +5,11 @@ import os
 from collections.abc import Callable
 
 import pytest
+import typer
 
 import specdec.cli.main as program
 from specdec.cli import console
-from specdec.errors import SpecdecError, UsageError
+from specdec.errors import SpecdecError, StoppedError, UsageError
 
 
 def test_the_json_line_is_compact_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,13 @@ def _failing(error: BaseException) -> Callable[..., int]:
         ),
         (UsageError("--k (0) must be at least 1"), 2, "error: --k (0) must be at least 1\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (StoppedError("stopped at step 3"), 143, "error: stopped at step 3\n"),
         (PermissionError(13, "Permission denied", "/out"), 1, "error: /out: Permission denied\n"),
+        (
+            OSError(28, "No space left on device"),
+            1,
+            "error: a file could not be read or written: No space left on device\n",
+        ),
     ],
 )
 def test_a_failure_is_one_line_and_a_code(
@@ -89,6 +96,18 @@ def test_a_failure_is_one_line_and_a_code(
     captured = capsys.readouterr()
     assert captured.err == text
     assert captured.out == ""
+
+
+def test_an_interrupt_says_so_whatever_typer_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version 0.29 of typer returns 130 in silence; versions before raise Abort."""
+    monkeypatch.setattr(program, "app", lambda **_: 130)
+    assert program.main(["pull", "x"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    monkeypatch.setattr(program, "app", _failing(typer.Abort()))
+    assert program.main(["pull", "x"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 def test_a_mistake_of_ours_is_not_dressed_up_as_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
