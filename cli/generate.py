@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.errors import UsageError
+
+FLAGS = {"bad_words": "--bad-word", "rule_knobs": "--knob"}
 
 
 def generate(
@@ -90,11 +93,9 @@ def generate(
     if out is not None and prompts is not None:
         inputs = {"--prompts": prompt_file(prompts), "--json-schema": json_schema, "--ebnf": ebnf}
         require_not_input("--out", out, inputs)
-    plan = GenerationPlan(
-        target=target,
-        draft=draft,
-        spec=parse_shape(shape),
-        params=SamplingParams(
+    grammar = read_grammar(json_schema, regex, ebnf)
+    with usage_errors(flags_of(SamplingParams.__dataclass_fields__, FLAGS)):
+        params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -106,14 +107,19 @@ def generate(
             logit_bias=parse_logit_bias(logit_bias or ()),
             bad_words=tuple(bad_word or ()),
             min_tokens=min_tokens,
-            grammar=read_grammar(json_schema, regex, ebnf),
+            grammar=grammar,
             logprobs=logprobs,
             rule=rule,
             rule_knobs=parse_knobs(knob or ()),
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
-        ),
+        )
+    plan = GenerationPlan(
+        target=target,
+        draft=draft,
+        spec=parse_shape(shape),
+        params=params,
         raw=raw,
         lossy=lossy,
         batch_size=batch_size,

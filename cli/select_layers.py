@@ -15,6 +15,7 @@ import typer
 
 from specdec.cli.datasets import calibration_files
 from specdec.cli.outputs import require_not_input, require_own_record, require_writable
+from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.errors import SpecdecError, UsageError
 from specdec.layer_select.config import SEARCHES, ChooseConfig, ScoreConfig
 from specdec.layer_select.engines import ENGINES
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 SCORE = ScoreConfig()
 CHOOSE = ChooseConfig()
+FLAGS = flags_of(
+    {**vars(SCORE), **vars(CHOOSE)},
+    {"diversity_weight": "--lambda", "dpp_weight": "--theta", "forced": "--force", "forbidden": "--forbid"},
+)
 # eight rows for each of the 1,024 inputs that three taps and the token have.
 PROBE_TOKENS = 8192
 
@@ -94,25 +99,26 @@ def select_layers(
     seed: Annotated[int, typer.Option(help="Seed of sampling and resampling.")] = 0,
 ) -> None:
     """Choose the boundaries a draft head should read, and write why."""
-    choose_config = ChooseConfig(
-        num_layers=num_layers,
-        objective=objective,
-        estimator=estimator,
-        diversity_weight=diversity,
-        search=search,
-        dpp_weight=theta,
-        min_gap=min_gap,
-        allowed=None if allowed is None else _parse_boundaries("--allowed", allowed),
-        forced=() if force is None else _parse_boundaries("--force", force),
-        forbidden=() if forbid is None else _parse_boundaries("--forbid", forbid),
-        engine=engine,
-        resamples=resamples,
-        seed=seed,
-    )
-    score_config = replace(
-        ScoreConfig(tokens=tokens, probe_tokens=PROBE_TOKENS if probe else 0, seed=seed),
-        estimators=_measured(choose_config, estimators),
-    )
+    with usage_errors(FLAGS):
+        choose_config = ChooseConfig(
+            num_layers=num_layers,
+            objective=objective,
+            estimator=estimator,
+            diversity_weight=diversity,
+            search=search,
+            dpp_weight=theta,
+            min_gap=min_gap,
+            allowed=None if allowed is None else _parse_boundaries("--allowed", allowed),
+            forced=() if force is None else _parse_boundaries("--force", force),
+            forbidden=() if forbid is None else _parse_boundaries("--forbid", forbid),
+            engine=engine,
+            resamples=resamples,
+            seed=seed,
+        )
+        score_config = replace(
+            ScoreConfig(tokens=tokens, probe_tokens=PROBE_TOKENS if probe else 0, seed=seed),
+            estimators=_measured(choose_config, estimators),
+        )
     _require_consistent(choose_config, probe, device, device_map, picture, print_pictures)
     files = calibration_files(data)
     pictures = _require_outputs(out, picture, print_pictures, resume, list(files.values()))
@@ -128,7 +134,8 @@ def select_layers(
     from specdec.layer_select.entropy import estimators_named
     from specdec.layer_select.search import resolved_search
 
-    estimators_named(score_config.estimators)
+    with usage_errors(FLAGS):
+        estimators_named(score_config.estimators)
     folder = hub.resolve_target(target)
     tokenizer = hf.load_tokenizer(folder)
     calibration = texts.read_domains(files, tokenizer, score_config)
@@ -141,7 +148,8 @@ def select_layers(
         model = model.to(_device(device))
     model_type = provenance.read_json(folder / "config.json").get("model_type")
     # what cannot be chosen is refused before minutes of measuring.
-    resolved_search(feasible_sets(hf.num_decoder_layers(model), choose_config, model_type), choose_config)
+    with named_flags(FLAGS):
+        resolved_search(feasible_sets(hf.num_decoder_layers(model), choose_config, model_type), choose_config)
     with (
         progress("scoring boundaries (tokens)", total=measured) as bar,
         warnings.catch_warnings(record=True) as caught,

@@ -6,18 +6,34 @@ head is trained.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec.errors import UsageError
+from specdec.cli.usage import flags_of, named_flags, usage_errors
+from specdec.errors import OtherRunError, SpecdecError, StoppedError, UsageError
 from specdec.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from specdec.train.run import TrainResult
 
 DEFAULT = TrainConfig()
+# what a run is resumed by, and the fields whose flag is spelled otherwise
+FLAGS = flags_of(
+    vars(DEFAULT),
+    {
+        "num_kv_heads": "--kv-heads",
+        "batch_rows": "--batch-tokens",
+        "learning_rate": "--lr",
+        "compute_dtype": "--dtype",
+        "boundaries": "--layers",
+        "data_hash": "--data",
+        "init_from": "--init-from",
+        "target_fingerprint": "target",
+    },
+)
 
 
 def train(
@@ -96,37 +112,38 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
 ) -> None:
     """Train a draft head on the target's own answers; resumable."""
-    from typing import Any, cast
+    from typing import cast
 
-    config = TrainConfig(
-        draft_vocab_size=draft_vocab_size,
-        intermediate_size=intermediate_size,
-        num_kv_heads=kv_heads,
-        lm_head=cast(Any, lm_head),
-        fc_norm=fc_norm,
-        norm_output=norm_output,
-        init=cast(Any, init),
-        self_attending=self_attending,
-        unroll=unroll,
-        step_weight=step_weight,
-        loss=cast(Any, loss),
-        prompt_rows=prompt_rows,
-        depth_sampling=depth_sampling,
-        epochs=epochs,
-        steps=steps,
-        max_hours=max_hours,
-        batch_rows=batch_tokens,
-        learning_rate=learning_rate,
-        seed=seed,
-        compute_dtype=dtype,
-        save_dtype=save_dtype,
-        target_dtype=target_dtype,
-        max_length=max_length,
-        eval_sequences=eval_sequences,
-        eval_depth=eval_depth,
-        eval_every=eval_every,
-        save_every=save_every,
-    )
+    with usage_errors(FLAGS):
+        config = TrainConfig(
+            draft_vocab_size=draft_vocab_size,
+            intermediate_size=intermediate_size,
+            num_kv_heads=kv_heads,
+            lm_head=cast(Any, lm_head),
+            fc_norm=fc_norm,
+            norm_output=norm_output,
+            init=cast(Any, init),
+            self_attending=self_attending,
+            unroll=unroll,
+            step_weight=step_weight,
+            loss=cast(Any, loss),
+            prompt_rows=prompt_rows,
+            depth_sampling=depth_sampling,
+            epochs=epochs,
+            steps=steps,
+            max_hours=max_hours,
+            batch_rows=batch_tokens,
+            learning_rate=learning_rate,
+            seed=seed,
+            compute_dtype=dtype,
+            save_dtype=save_dtype,
+            target_dtype=target_dtype,
+            max_length=max_length,
+            eval_sequences=eval_sequences,
+            eval_depth=eval_depth,
+            eval_every=eval_every,
+            save_every=save_every,
+        )
     if not data.is_file():
         raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
 
@@ -140,19 +157,29 @@ def train(
 
     check_out_folder(out)
     folder = resolve_target(target)
-    boundaries = read_layers(layers, folder_fingerprint(folder))
-    result = train_draft(
-        folder,
-        boundaries=boundaries,
-        data=data,
-        out=out,
-        config=config,
-        states_cache=states_cache,
-        init_from=init_from,
-        resume=resume,
-        report=say,
-    )
+    fingerprint = folder_fingerprint(folder)
+    boundaries = read_layers(layers, fingerprint)
+    _require_own_answers(data, fingerprint)
+    with named_flags(FLAGS, OtherRunError):
+        result = train_draft(
+            folder,
+            boundaries=boundaries,
+            data=data,
+            out=out,
+            config=config,
+            states_cache=states_cache,
+            init_from=init_from,
+            resume=resume,
+            report=say,
+        )
     summary = dict(result.summary)
+    if not result.outcome.new_steps:
+        # the record of the run that trained says more than one of having nothing to do
+        before = _recorded(out / "run.json")
+        if before.get("complete") is True and before.get("steps") == result.outcome.steps:
+            _print(result)
+            emit_json({**before, "out": str(out)})
+            return
     RunRecord.collect(
         dtype=dtype,
         seeds={"seed": seed},
@@ -163,6 +190,30 @@ def train(
     ).write(out / "run.json")
     _print(result)
     emit_json({**summary, "out": str(out)})
+    if not result.outcome.complete:
+        raise StoppedError(
+            f"stopped by a signal at step {result.outcome.steps} of {result.outcome.total_steps}; the same "
+            "command goes on"
+        )
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """What a command wrote of itself into a run record; empty without a readable one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["extra"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _require_own_answers(data: Path, fingerprint: str) -> None:
+    """Refuse answers that another target wrote; those without a run record are taken on trust."""
+    written_by = _recorded(data.with_suffix(".run.json")).get("target_fingerprint")
+    if written_by not in (None, fingerprint):
+        raise SpecdecError(
+            f"--data ({data}) was written by another target (fingerprint {str(written_by)[:12]}, not "
+            f"{fingerprint[:12]}); run specdec regenerate with this one"
+        )
 
 
 def _print(result: TrainResult) -> None:

@@ -118,7 +118,7 @@ def feasible_sets(num_layers: int, config: ChooseConfig, model_type: str | None 
     """
     count = config.num_layers
     if count > num_layers:
-        raise SpecdecError(f"target has {num_layers} layers, {count} requested; ask for fewer")
+        raise SpecdecError(f"target has {num_layers} layers, {count} requested; lower num_layers")
     for name, given in (
         ("allowed", config.allowed or ()),
         ("forced", config.forced),

@@ -194,7 +194,7 @@ class SpecConfig:
         if self.max_nodes < self.max_depth:
             raise SpecdecError(
                 f"max_nodes ({self.max_nodes}) must be at least max_depth ({self.max_depth}); "
-                "lower --max-depth"
+                "raise the one or lower the other"
             )
         _check_range("ngram_max", self.ngram_max, 1, 16)
         _check_range("ngram_min", self.ngram_min, 1, self.ngram_max)
