@@ -228,7 +228,7 @@ def test_wrong_shapes_are_usage_errors_that_name_the_option(text: str) -> None:
         (["bench", "TARGET", "--out", "DATA/x.json"], 2, "--out"),
         (["generate", "TARGET", "--prompts", "DATA", "--out", "DATA/x.json"], 2, "--out"),
         (["bench", "TARGET", "--transformers", "--temperature", "1"], 2, "--transformers"),
-        (["generate", "TARGET", "--prompt", "x", "--temperature", "nan"], 1, "temperature"),
+        (["generate", "TARGET", "--prompt", "x", "--temperature", "nan"], 2, "--temperature"),
         (["generate", "TARGET", "--prompt", "x", "--prompts", "dev"], 2, "--prompts"),
         (["generate", "TARGET", "--prompt", "the " * 600], 1, "512"),
         (["regenerate", "dev", "--target", "TARGET", "--out", "x.jsonl", "--order", "up"], 2, "--order"),
