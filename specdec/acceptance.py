@@ -7,6 +7,9 @@ such parameters share one argmax over all rows of the step.
 
 from __future__ import annotations
 
+from typing import Generic, Protocol, TypeVar
+
+import torch
 from torch import Tensor
 
 from specdec.errors import BadLogitsError
@@ -16,7 +19,7 @@ from specdec.runner import StepOutput
 from specdec.sampling import TARGET_FAULT, LazyChoices, LazyProbs, LogitRows, greedy_tokens
 from specdec.scheduler import ScheduledSequence
 from specdec.sequence import Sequence
-from specdec.tree import DraftTree, chain_tree
+from specdec.tree import DraftTree
 from specdec.verification.greedy import GREEDY, verify_greedy
 from specdec.verification.result import VerifyResult
 
@@ -43,33 +46,69 @@ def verify_step(
     return results
 
 
+Row = TypeVar("Row")
+Row_co = TypeVar("Row_co", covariant=True)
+
+
+class _Rows(Protocol[Row_co]):
+    def __getitem__(self, node: int, /) -> Row_co: ...
+
+
+class _StandIns(Generic[Row]):
+    """Laws or choices by node, with a stand-in after nodes that leave no token to choose.
+
+    A rule has to end its walk. What it accepts down to such a node has the target's law whatever law stands
+    after it, so any will do; `faults` holds the nodes that were asked for and had none.
+    """
+
+    def __init__(self, rows: _Rows[Row], instead: Row) -> None:
+        self._rows = rows
+        self._instead = instead
+        self.faults: dict[int, BadLogitsError] = {}
+
+    def __getitem__(self, node: int, /) -> Row:
+        try:
+            return self._rows[node]
+        except BadLogitsError as error:
+            self.faults.setdefault(node, error)
+            return self._instead
+
+
 def _verify(
     seq: Sequence, tree: DraftTree, argmax: list[int], bad: list[bool], logits: Tensor
 ) -> VerifyResult:
     """Walk one tree.
 
-    Where the walk meets a row no token can be chosen from, the root alone is verified: one token, as in plain
-    decoding, which may end the text before that row.
+    Where the accepted path meets a row no token can be chosen from, the step ends with the token before that
+    row, as plain decoding would commit it; the next step finds the row at its root, unless the text ended.
+
+    Raises:
+        BadLogitsError: the root's row is such a row.
     """
-    try:
-        return _walk(seq, tree, argmax, bad, logits)
-    except BadLogitsError:
-        if tree.num_drafted == 0:
-            raise
-        return _walk(seq, chain_tree(tree.token_ids[0], []), argmax, bad, logits)
-
-
-def _walk(seq: Sequence, tree: DraftTree, argmax: list[int], bad: list[bool], logits: Tensor) -> VerifyResult:
     rows: LogitRows = logits
     if seq.processor is not None:
         rows = NodeLogits(logits, tree, seq.token_ids, seq.processor)
-    if seq.rule.rule is GREEDY:
-        choices = argmax if seq.processor is None else LazyChoices(rows, tree.num_nodes)
-        result = verify_greedy(tree, choices)
+    faults: dict[int, BadLogitsError] = {}
+    if seq.rule.rule is GREEDY and seq.processor is None:
+        result = verify_greedy(tree, argmax)
+    elif seq.rule.rule is GREEDY:
+        choices = _StandIns(LazyChoices(rows, tree.num_nodes), 0)
+        result, faults = verify_greedy(tree, choices), choices.faults
     else:
-        result = seq.rule.verify(tree, LazyProbs(rows, seq.params), seq.stream, len(seq.token_ids) - 1)
-    if any(bad[node] for node in (0, *result.accepted_nodes)):
-        raise BadLogitsError(TARGET_FAULT)
+        first = torch.nn.functional.one_hot(torch.tensor(0), logits.shape[-1]).double()
+        laws = _StandIns(LazyProbs(rows, seq.params), first)
+        result = seq.rule.verify(tree, laws, seq.stream, len(seq.token_ids) - 1)
+        faults = laws.faults
+    for depth, node in enumerate((0, *result.accepted_nodes)):
+        if not bad[node] and node not in faults:
+            continue
+        if node == 0:
+            raise faults.get(0, BadLogitsError(TARGET_FAULT))
+        return VerifyResult(
+            accepted_nodes=result.accepted_nodes[: depth - 1],
+            next_token_id=tree.token_ids[node],
+            next_kind="recovered",
+        )
     return result
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from specdec.random_streams import UniformSource
 from specdec.sampling import as_law
 from specdec.tree import DraftTree
 from specdec.verification.laws import argmax_law
-from specdec.verification.result import ProbRows, VerifyResult
+from specdec.verification.result import ChoiceRows, ProbRows, VerifyResult
 from specdec.verification.rules import exact_rule
 
 
-def verify_greedy(tree: DraftTree, target_argmax: Sequence[int]) -> VerifyResult:
+def verify_greedy(tree: DraftTree, target_argmax: ChoiceRows) -> VerifyResult:
     """Follow the target's own choices down the tree (rule 2.9).
 
     Args:

@@ -29,6 +29,12 @@ class ProbRows(Protocol):
     def __getitem__(self, node: int, /) -> Tensor: ...
 
 
+class ChoiceRows(Protocol):
+    """The target's greedy token after each node: a list, or choices made on demand (`LazyChoices`)."""
+
+    def __getitem__(self, node: int, /) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyResult:
     """What one verify step commits.
