@@ -53,6 +53,9 @@ def audit(
 
     Example: specdec audit smollm2-135m --draft smollm2-135m --dtype bfloat16 --out audit
     """
+    for option, text in (("--levels", levels), ("--rule", rule), ("--lossy", lossy)):
+        if text is not None and not text.strip():
+            raise UsageError(f"{option} ({text!r}) must name something; leave it out for the default")
     if lossy is not None and exact:
         raise UsageError(f"--exact promises that nothing lossy runs; drop it, or --lossy {lossy}")
     if lossy is not None and rule is not None:

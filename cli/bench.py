@@ -25,9 +25,8 @@ def bench(
     knob: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of the one --rule; may be repeated.")
     ] = None,
-    lossy: Annotated[
-        bool, typer.Option("--lossy/--exact", help="Whether --rule may change the text's law.")
-    ] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow a lossy --rule.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
     data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write for each prompt.")] = 128,
@@ -64,12 +63,20 @@ def bench(
         from specdec.cli.verify_cost import measure_verify_cost
 
         others: dict[str, object] = {"--draft": draft, "--shape": shape, "--rule": rule, "--knob": knob}
-        others |= {"--lossy": lossy, "--limit": limit, "--transformers": transformers, "--out": out}
+        others |= {
+            "--lossy": lossy,
+            "--exact": exact,
+            "--limit": limit,
+            "--transformers": transformers,
+            "--out": out,
+        }
         for option, value in others.items():
             if value:
                 raise UsageError(f"{option} and --verify-cost exclude each other; give one of them")
         emit_json(measure_verify_cost(target))
         return
+    if lossy and exact:
+        raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
     if lossy and not rule:
         raise UsageError("--lossy needs --rule, the lossy rule to verify by")
     if (shape or rule) and not draft:

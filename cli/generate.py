@@ -57,9 +57,8 @@ def generate(
         str | None, typer.Option(help="Verify drafts by this rule [default: the exact one that suits].")
     ] = None,
     knob: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the rule; may be repeated.")] = None,
-    lossy: Annotated[
-        bool, typer.Option("--lossy/--exact", help="Whether --rule may change the text's law.")
-    ] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow a lossy --rule.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of sampled text [default: a fresh one].")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
@@ -82,6 +81,8 @@ def generate(
         raise UsageError("--out needs --prompts")
     if limit is not None and prompts is None:
         raise UsageError(f"--limit ({limit}) needs --prompts")
+    if lossy and exact:
+        raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
     if lossy and rule is None:
         raise UsageError("--lossy needs --rule, the lossy rule to verify by")
     if logprobs is not None and prompt is None and out is None:

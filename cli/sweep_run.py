@@ -34,7 +34,7 @@ from specdec.provenance import (
     write_json_atomic,
 )
 from specdec.requests import PromptEncoder
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 SCHEMA = "specdec.sweep/1"
 
@@ -68,8 +68,10 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
         SpecdecError: an option that is wrong, or a point that cannot be measured.
     """
     check_lossy(options.rules, lossy=options.lossy, exact=options.exact)
-    if options.lossy and options.temperature == 0.0:
-        raise UsageError("--lossy needs a --temperature above 0: there is nothing to relax at 0")
+    if options.lossy and options.temperature <= GREEDY_TEMPERATURE:
+        raise UsageError(
+            f"--lossy needs a --temperature above {GREEDY_TEMPERATURE:g}: greedy text leaves nothing to relax"
+        )
     points = grid(options.drafts, options.rules, options.shapes, options.batch_sizes)
     for shape in options.shapes:
         parse_shape(shape)

@@ -67,8 +67,10 @@ def exact_match_tasks(names: Sequence[str], count: int, encode: Encode) -> list[
         encode: from a user's turn to token ids.
 
     Raises:
-        UsageError: an unknown set.
+        UsageError: an unknown set, or none.
     """
+    if not names:
+        raise UsageError(f"--tasks () must be some of {', '.join(SETS)}")
     unknown = [name for name in names if name not in SETS]
     if unknown:
         raise UsageError(f"--tasks ({', '.join(unknown)}) must be some of {', '.join(SETS)}")

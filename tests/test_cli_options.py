@@ -35,10 +35,10 @@ OPTIONS: dict[str, str] = {
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
         "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --rule --knob "
-        "--lossy --seed --stop --batch-size --limit"
+        "--lossy --exact --seed --stop --batch-size --limit"
     ),
     "bench": (
-        "target --draft --shape --rule --knob --lossy --data --limit --max-tokens --batch-size "
+        "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
         "--temperature --seed --repeats --warm-up --adaptive --transformers --verify-cost --out"
     ),
     "audit": (
