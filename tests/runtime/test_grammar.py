@@ -341,7 +341,7 @@ def test_specs_that_are_none_are_refused(given: dict[str, Any], words: str) -> N
     [
         ({"regex": "a("}, "unclosed"),
         ({"ebnf": 'root ::= "a'}, "Unexpected end"),
-        ({"json_schema": {"type": "strin"}}, "strin"),
+        ({"json_schema": {"type": "texts"}}, "texts"),
         # a keyword the engine does not know is not ignored
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ],
