@@ -7,6 +7,7 @@ such parameters share one argmax over all rows of the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ class _StandIns(Generic[Row]):
     after it, so any will do; `faults` holds the nodes that were asked for and had none.
     """
 
-    def __init__(self, rows: _Rows[Row], instead: Row) -> None:
+    def __init__(self, rows: _Rows[Row], instead: Callable[[], Row]) -> None:
         self._rows = rows
         self._instead = instead
         self.faults: dict[int, BadLogitsError] = {}
@@ -71,7 +72,13 @@ class _StandIns(Generic[Row]):
             return self._rows[node]
         except BadLogitsError as error:
             self.faults.setdefault(node, error)
-            return self._instead
+            return self._instead()
+
+
+def _first_token_law(logits: Tensor) -> Tensor:
+    law = logits.new_zeros(logits.shape[-1], dtype=torch.float64)
+    law[0] = 1.0
+    return law
 
 
 def _verify(
@@ -92,11 +99,10 @@ def _verify(
     if seq.rule.rule is GREEDY and seq.processor is None:
         result = verify_greedy(tree, argmax)
     elif seq.rule.rule is GREEDY:
-        choices = _StandIns(LazyChoices(rows, tree.num_nodes), 0)
+        choices = _StandIns(LazyChoices(rows, tree.num_nodes), int)
         result, faults = verify_greedy(tree, choices), choices.faults
     else:
-        first = torch.nn.functional.one_hot(torch.tensor(0), logits.shape[-1]).double()
-        laws = _StandIns(LazyProbs(rows, seq.params), first)
+        laws = _StandIns(LazyProbs(rows, seq.params), lambda: _first_token_law(logits))
         result = seq.rule.verify(tree, laws, seq.stream, len(seq.token_ids) - 1)
         faults = laws.faults
     for depth, node in enumerate((0, *result.accepted_nodes)):
