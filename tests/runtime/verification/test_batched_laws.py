@@ -28,6 +28,7 @@ from specdec.verification.batched import (
     target_only_batch,
 )
 from specdec.verification.batched_joint import block_batch, traversal_batch
+from specdec.verification.batched_k_seq import k_seq_batch
 from specdec.verification.enumeration import Model, draw_tree, step_law, toy_models
 from specdec.verification.laws import Law
 from specdec.verification.registry import rule_named
@@ -46,6 +47,7 @@ RULES_DRAWN: dict[str, Run] = {
     "target-only": lambda tree, p, q, races, numbers: target_only_batch(tree, p, numbers),
     "rejection": lambda tree, p, q, races, numbers: rejection_batch(tree, p, q, numbers),
     "multi-round": lambda tree, p, q, races, numbers: multi_round_batch(tree, p, q, numbers),
+    "k-seq": lambda tree, p, q, races, numbers: k_seq_batch(tree, p, q, numbers),
     "block": lambda tree, p, q, races, numbers: block_batch(tree, p, q, numbers),
     "traversal": lambda tree, p, q, races, numbers: traversal_batch(tree, p, q, numbers),
 }
@@ -236,10 +238,10 @@ def compare_chains(rule: str, run: Run, num_draws: int, seed: int) -> dict[str, 
     [
         # the joint rule, the local one and the engine's default; the others have the same parts
         *((rule, MILLION) for rule in ("rejection", "block", "coupled")),
-        *((rule, FEW) for rule in ("deterministic", "target-only", "traversal")),
+        *((rule, FEW) for rule in ("deterministic", "target-only", "traversal", "multi-round", "k-seq")),
         *(
             pytest.param(rule, MILLION, marks=pytest.mark.slow)
-            for rule in ("deterministic", "target-only", "traversal")
+            for rule in ("deterministic", "target-only", "traversal", "multi-round", "k-seq")
         ),
     ],
 )
