@@ -10,13 +10,9 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from specdec.cli.console import progress
 from specdec.cli.datasets import Prompt, load_prompts, prompt_file
@@ -29,6 +25,7 @@ from specdec.provenance import (
     RUN_SCHEMA,
     RunRecord,
     folder_fingerprint,
+    held_alone,
     read_json,
     sha256_file,
     write_json_atomic,
@@ -121,7 +118,8 @@ def write_answers(plan: AnswerPlan) -> dict[str, Any]:
     for source in plan.sources:
         require_not_input("--out", plan.out, {f"the prompt set ({source})": prompt_file(source)})
     require_own_record("--out", plan.out, _record_path(plan.out))
-    with _held_alone(plan.out):
+    # two runs on one file would answer the same prompts and mix their lines
+    with held_alone(_lock_path(plan.out), f"--out ({plan.out})"):
         return _write(plan, prompts)
 
 
@@ -194,25 +192,9 @@ def _write(plan: AnswerPlan, prompts: list[Prompt]) -> dict[str, Any]:
     return summary
 
 
-@contextmanager
-def _held_alone(out: Path) -> Iterator[None]:
-    """Keep other runs from the file: two would answer the same prompts and mix their lines.
-
-    Raises:
-        SpecdecError: another run holds it.
-    """
+def _lock_path(out: Path) -> Path:
     path = out.resolve()
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise SpecdecError(
-            f"--out ({out}) is being written by another run; wait or name another file"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+    return path.with_name(f".{path.name}.lock")
 
 
 def _record_path(out: Path) -> Path:

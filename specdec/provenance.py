@@ -14,13 +14,16 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecError
+from filelock import FileLock, Timeout
+
+from specdec.errors import SpecdecError, writing
 
 RUN_SCHEMA = "specdec.run/1"
 
@@ -56,6 +59,25 @@ def sha256_file(path: str | Path) -> str:
     except OSError as error:
         raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
     return digest.hexdigest()
+
+
+@contextmanager
+def held_alone(lock: Path, what: str) -> Iterator[None]:
+    """Keep other runs from `what` while the block runs, by a lock file beside it.
+
+    Raises:
+        SpecdecError: another run holds it, or the lock file cannot be made.
+    """
+    held = FileLock(lock)
+    with writing(what):
+        try:
+            held.acquire(timeout=0)
+        except Timeout as error:
+            raise SpecdecError(f"{what} is being written by another run; wait or name another") from error
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:

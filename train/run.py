@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from specdec.drafts.checkpoint import CONFIG_NAME, DraftContract, cast_head, save_draft
 from specdec.drafts.eagle3 import Eagle3Head
@@ -29,7 +28,7 @@ from specdec.hf import (
     num_decoder_layers,
     template_hash,
 )
-from specdec.provenance import folder_fingerprint, sha256_file
+from specdec.provenance import folder_fingerprint, held_alone, sha256_file
 from specdec.train.chat_data import ChatData, load_chat_data
 from specdec.train.checkpoint import FOLDER
 from specdec.train.config import TrainConfig
@@ -79,20 +78,13 @@ def own_folder(out: Path) -> Iterator[None]:
     """
     with writing(f"--out ({out})"):
         out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / LOCK_NAME)
+    with held_alone(out / LOCK_NAME, f"--out ({out})"):
         try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise SpecdecError(
-                f"--out ({out}) is being written by another run; wait or name another"
-            ) from error
-    try:
-        yield
-    finally:
-        (out / LOCK_NAME).unlink(missing_ok=True)
-        lock.release()
-        if out.is_dir() and not any(out.iterdir()):
-            out.rmdir()
+            yield
+        finally:
+            (out / LOCK_NAME).unlink(missing_ok=True)
+            if out.is_dir() and not any(out.iterdir()):
+                out.rmdir()
 
 
 def split_held_out(
