@@ -1,7 +1,9 @@
-"""A study as one picture: every tap set's acceptance length and overlap, with intervals.
+"""A study as one picture: every tap set's acceptance length, and its paired differences from the reference.
 
-Owns the drawing; reads findings only. Numbers stand at the marks and the kinds of sets differ in shape as
-well as in colour, so that it reads the same in grey print.
+Owns the drawing; reads findings only. The intervals of a length are wide because conversations differ; what
+tells sets apart are the differences paired by conversation, so these get panels of their own. Numbers stand
+at the marks and the kinds of sets differ in shape as well as in colour, so that it reads the same in grey
+print.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ STYLES = {
     "fixed rule": ("o", "#4f7f3a"),
     "random": ("x", "0.45"),
 }
-PANELS = (
-    ("acceptance_length", "acceptance length, tokens per verify step"),
+LENGTH = "acceptance_length"
+DIFFERENCES = (
+    (LENGTH, "acceptance length"),
     ("overlap", "overlap, mean sum min(p, q)"),
 )
 
@@ -48,11 +51,17 @@ def _is_baseline(name: str) -> bool:
 def study_figure(findings: Sequence[Finding], *, title: str) -> Figure:
     """Draw findings, sets of equal size together, the longest acceptance on top."""
     ordered = sorted(findings, key=lambda f: (-len(f.taps.boundaries), f.values["acceptance_length"]))
-    figure = figure_with_canvas(11, 1.6 + 0.3 * len(ordered))
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, (name, label) in zip((left, right), PANELS, strict=True):
-        _panel(axes, ordered, name)
-        axes.set_xlabel(label)
+    figure = figure_with_canvas(14, 1.9 + 0.34 * len(ordered))
+    left, *others = figure.subplots(1, 1 + len(DIFFERENCES), sharey=True)
+    _panel(left, ordered, [(f.values[LENGTH], f.intervals[LENGTH]) for f in ordered], "{:.3f}")
+    left.set_xlabel("acceptance length, tokens per verify step")
+    for axes, (name, label) in zip(others, DIFFERENCES, strict=True):
+        found = [f.differences.get(name) for f in ordered]
+        _panel(
+            axes, ordered, [None if one is None else (one.value, one.interval) for one in found], "{:+.3f}"
+        )
+        axes.axvline(0.0, color="0.3", linewidth=0.9, linestyle="--")
+        axes.set_xlabel(f"{label}:\npaired difference from the reference")
     left.set_yticks(range(len(ordered)))
     left.set_yticklabels(
         [f"{f.label}  [{', '.join(str(b) for b in f.taps.boundaries)}]" for f in ordered], fontsize=9
@@ -62,26 +71,34 @@ def study_figure(findings: Sequence[Finding], *, title: str) -> Figure:
     figure.legend(first.values(), first.keys(), loc="outside lower center", ncols=4, frameon=False)
     seeds = sorted({f.seeds for f in ordered})
     figure.suptitle(
-        f"{title}; {' to '.join(str(s) for s in {seeds[0], seeds[-1]})} seeds a set, 95 % intervals",
+        f"{title}; {' to '.join(str(s) for s in dict.fromkeys((seeds[0], seeds[-1])))} seeds a set, 95 % "
+        "intervals; reference: the default triple, or the uniform set where K is not 3",
         fontsize=11,
     )
     return figure
 
 
-def _panel(axes: Axes, ordered: Sequence[Finding], name: str) -> None:
-    for height, finding in enumerate(ordered):
+Mark = tuple[float, tuple[float, float]]
+
+
+def _panel(axes: Axes, ordered: Sequence[Finding], marks: Sequence[Mark | None], number: str) -> None:
+    """Draw a value with its interval for every set; a set without one is its own reference."""
+    for height, (finding, mark) in enumerate(zip(ordered, marks, strict=True)):
+        if mark is None:
+            continue
         marker, color = STYLES[kind_of(finding)]
-        low, high = finding.intervals[name]
+        value, (low, high) = mark
         axes.plot([low, high], [height, height], color=color, linewidth=1.1)
-        axes.plot(
-            finding.values[name],
-            height,
-            marker,
-            color=color,
-            markersize=6,
-            linestyle="none",
-            label=kind_of(finding),
+        axes.plot(value, height, marker, color=color, markersize=6, linestyle="none", label=kind_of(finding))
+        axes.annotate(
+            number.format(value),
+            (high, height),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
         )
+    axes.margins(x=0.14)
     sizes = [len(f.taps.boundaries) for f in ordered]
     for height in range(1, len(ordered)):
         if sizes[height] != sizes[height - 1]:

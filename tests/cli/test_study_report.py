@@ -12,6 +12,7 @@ import pytest
 
 from specdec.cli.bootstrap import ArmCounts, arm_difference, arm_interval
 from specdec.cli.main import main
+from specdec.cli.study_picture import study_figure
 from specdec.cli.study_report import compare, foresight
 from specdec.train.study_arms import TapSet
 
@@ -151,3 +152,17 @@ def test_wrong_input_is_one_line(
     assert main(command) in (1, 2)
     printed = capsys.readouterr().err.splitlines()
     assert said in printed[-1]
+
+
+def test_the_picture_says_lengths_and_paired_differences_in_numbers(
+    noise: Callable[[int], np.ndarray],
+) -> None:
+    sets = _sets(("default", (2, 15, 27)), ("mine", (11, 18, 27)))
+    records = [_record((2, 15, 27), s, 0.0, noise(s)) for s in range(2)]
+    records += [_record((11, 18, 27), s, 0.1, noise(s)) for s in range(2)]
+    findings = compare(records, sets)
+    lengths, *differences = study_figure(findings, title="tiny").axes
+    shown = {note.get_text() for note in lengths.texts}
+    assert shown == {f"{finding.values['acceptance_length']:.3f}" for finding in findings}
+    # the reference has no difference from itself, so one number a panel
+    assert [[note.get_text() for note in axes.texts] for axes in differences] == [["+0.010"], ["+0.010"]]
