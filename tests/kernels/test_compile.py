@@ -1,0 +1,51 @@
+"""All kernels become machine code for both cards, without a GPU, and stay inside a card's means."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from specdec.kernels.compiled import ARCHITECTURES, CompiledInfo, as_table, compile_in_subprocess
+
+# a program of more than 64 K registers cannot be launched; the register file of both cards
+REGISTERS_PER_BLOCK = 65536
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[CompiledInfo]:
+    return compile_in_subprocess()
+
+
+def test_every_kernel_compiles_for_both_cards_within_its_bounds(compiled: list[CompiledInfo]) -> None:
+    """Prints the table (`-s` shows it); a spill or too much shared memory is a slow or a failing launch."""
+    print("\n" + as_table(compiled))
+    assert set(Counter(info.name for info in compiled).values()) <= {len(ARCHITECTURES)}
+    over = [
+        info
+        for info in compiled
+        if info.spill_bytes > info.max_spill_bytes
+        or info.shared_bytes > info.max_shared_bytes
+        or info.registers * info.num_warps * 32 > REGISTERS_PER_BLOCK
+    ]
+    assert not over, "\n" + as_table(over)
+    assert all(info.cubin_bytes > 0 for info in compiled)
+
+
+def test_the_harness_sees_spills(compiled: list[CompiledInfo]) -> None:
+    """Catches a harness that reads zero for everything: a kernel squeezed into 24 registers must spill."""
+    assert compiled, "no module of specdec.kernels lists compile cases"
+    hungriest = max(compiled, key=lambda info: info.registers)
+    script = (
+        "import sys\n"
+        "from specdec.kernels.compiled import all_cases, compile_for\n"
+        f"[case] = [case for case in all_cases() if case.name == {hungriest.name!r}]\n"
+        "info = compile_for(case, 80, max_registers=24)\n"
+        "sys.exit(0 if info.spill_bytes > 0 and info.registers <= 24 else 3)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
