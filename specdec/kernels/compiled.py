@@ -37,7 +37,7 @@ class CompileCase:
     Attributes:
         name: unique among all cases, `module/what`.
         kernel: the jitted function.
-        signature: type of every argument that is not a constant, in any order: "*bf16", "*i64", "i32", "fp32".
+        signature: type of every argument that is not a constant: "*bf16", "*i64", "i32", "fp32".
         constants: value of every `tl.constexpr` argument, and of arguments specialised to None or 1.
         aligned: pointer and integer arguments that the launcher finds divisible by 16.
         num_warps: warps per program.

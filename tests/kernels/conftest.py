@@ -9,7 +9,7 @@ device, and nothing but Triton reads it; on a card the same tests run compiled.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what `torch.empty` gives with NaN (integers: the lowest), so that a row left unwritten shows."""
 
     def poison(made: Tensor) -> Tensor:
@@ -53,7 +53,6 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    yield
 
 
 AccuracyCheck = Callable[[Tensor, Tensor, Tensor], None]
