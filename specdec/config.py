@@ -199,6 +199,18 @@ class SpecConfig:
         _check_range("ngram_max", self.ngram_max, 1, 16)
         _check_range("ngram_min", self.ngram_min, 1, self.ngram_max)
 
+    def check_simulated(self, length: float) -> None:
+        """Refuse a simulated acceptance length that no rate gives at this depth.
+
+        Raises:
+            SpecdecError: outside 1 .. max_depth + 1.
+        """
+        if not 1 <= length <= self.max_depth + 1:
+            raise SpecdecError(
+                f"simulate_acceptance ({length:g}) must be in 1..{self.max_depth + 1}: a step over drafts of "
+                f"depth {self.max_depth} commits at least 1 and at most {self.max_depth + 1} tokens"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -208,7 +220,9 @@ class EngineConfig:
     `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is
     the budget of one step and counts tree nodes as well as prompt tokens; a tree that a request's rule needs
     whole goes over it if it is the first of its step. `allow_lossy` lets requests name rules that change the
-    text's law.
+    text's law. `simulate_acceptance` draws how many drafts a step accepts, so that it commits that many tokens on
+    average (see `specdec.simulated`): for measurements of speed, the text is meaningless. `deterministic` makes a row's numbers independent of what else the pass carries, so that greedy
+    speculative text is plain text in every dtype, at a cost in speed.
     """
 
     block_size: int = 16
@@ -221,6 +235,8 @@ class EngineConfig:
     dtype: str = "float32"
     packed_weights: bool = True
     allow_lossy: bool = False
+    deterministic: bool = False
+    simulate_acceptance: float | None = None
     spec: SpecConfig = field(default_factory=SpecConfig)
 
     def __post_init__(self) -> None:
@@ -239,6 +255,8 @@ class EngineConfig:
             )
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")
+        if self.simulate_acceptance is not None:
+            self.spec.check_simulated(self.simulate_acceptance)
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

@@ -95,6 +95,7 @@ class Engine:
                 dtype=dtype,
                 device=self.config.device,
                 packed=self.config.packed_weights,
+                deterministic=self.config.deterministic,
             )
         self.blocks = BlockManager(
             pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize),
@@ -321,6 +322,7 @@ class Engine:
             "dtype": (self.config.dtype, share.config.dtype),
             "device": (self.config.device, share.config.device),
             "packed_weights": (self.config.packed_weights, share.config.packed_weights),
+            "deterministic": (self.config.deterministic, share.config.deterministic),
         }
         for name, (ours, theirs) in pairs.items():
             if ours != theirs:

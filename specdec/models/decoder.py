@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from specdec.attention import SequenceAttention
 from specdec.config import ModelConfig
 from specdec.kernels import paged_attention, store_kv
+from specdec.kernels.invariant import invariant_attention
+from specdec.models.fixed_rows import FixedRowLinear
 from specdec.models.layers import Linear, fits_fp16, packing_available, rms_norm
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.models.weights import WeightReader, stacked, stacked_bias
@@ -79,6 +81,7 @@ class DecoderLayer:
         self.input_norm = make.vector(reader.get(f"{prefix}input_layernorm.weight", (hidden,)))
         self.post_norm = make.vector(reader.get(f"{prefix}post_attention_layernorm.weight", (hidden,)))
         self.window = config.sliding_windows[index]
+        self.attend = invariant_attention if make.deterministic else paged_attention
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = make.vector(reader.get(f"{prefix}self_attn.q_norm.weight", (dim,)))
@@ -101,7 +104,7 @@ class DecoderLayer:
             rotating = torch.cat((query, key), dim=1)
         rotated = apply_rope(rotating, cos, sin)
         store_kv(rotated[:, heads:], qkv[:, heads + kv_heads :], key_cache, value_cache, batch.slots)
-        attended = paged_attention(
+        attended = self.attend(
             rotated[:, :heads], key_cache, value_cache, batch.attention, window=self.window
         )
         x = x + self.out(attended)
@@ -110,10 +113,15 @@ class DecoderLayer:
 
 
 class LinearFactory:
-    """Chooses each matrix's storage: packed fp16 where exact and available, else the compute dtype."""
+    """Chooses each matrix's storage: packed fp16 where exact and available, else the compute dtype.
 
-    def __init__(self, dtype: torch.dtype, device: str, *, packed: bool) -> None:
+    `deterministic` gives every product the same number of rows (`specdec.models.fixed_rows`).
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str, *, packed: bool, deterministic: bool = False) -> None:
         self.dtype, self.device = dtype, device
+        self.deterministic = deterministic
+        self._kind = FixedRowLinear if deterministic else Linear
         self.wanted = packed and device == "cpu" and dtype == torch.float32
         self.packed = self.wanted and packing_available()
         self.num_packed = self.num_plain = 0
@@ -123,8 +131,8 @@ class LinearFactory:
         self.num_packed += packed
         self.num_plain += not packed
         if packed:
-            return Linear(weight, bias, packed=True)
-        return Linear(self.vector(weight), None if bias is None else self.vector(bias), packed=False)
+            return self._kind(weight, bias, packed=True)
+        return self._kind(self.vector(weight), None if bias is None else self.vector(bias), packed=False)
 
     def vector(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
@@ -160,11 +168,12 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         packed: bool = True,
+        deterministic: bool = False,
     ) -> None:
         self.config = config
         self.dtype, self.device = dtype, device
         reader = WeightReader(folder)
-        make = LinearFactory(dtype, device, packed=packed)
+        make = LinearFactory(dtype, device, packed=packed, deterministic=deterministic)
         embed = reader.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # kept as stored (a lookup widens the few rows it reads); an fp16 table halves the memory
         self.embed_tokens = embed.to(device) if embed.dtype == torch.float16 else make.vector(embed)
