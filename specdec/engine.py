@@ -27,8 +27,10 @@ from specdec.grammar import GrammarCompiler
 from specdec.hub import resolve_target
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
+from specdec.pieces import PieceReader
 from specdec.provenance import folder_fingerprint
-from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, logprobs_of, result_of
+from specdec.request_options import RequestOptions
+from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
 from specdec.rule_choice import draft_mode
 from specdec.runner import ModelRunner, StepOutput
 from specdec.scheduler import ScheduledSequence, Scheduler
@@ -61,6 +63,7 @@ class Engine:
             "ngram+FOLDER"), or a drafter built by the caller from the engine's `TargetView`.
         config: sizes and speculation defaults.
         rules: verification rules of the caller's own (a judge's), which requests then name as any other.
+        clock: seconds that never go back; deadlines and cache times are measured on it.
 
     Raises:
         SpecdecError: an unsupported or damaged target, a draft that does not belong to it, or a KV
@@ -73,7 +76,9 @@ class Engine:
         draft: str | Path | Callable[[TargetView], Drafter] | None = None,
         config: EngineConfig | None = None,
         rules: Iterable[Rule] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         share: Engine | None = target if isinstance(target, Engine) else None
         self.config: EngineConfig = config or (share.config if share else EngineConfig())
         folder: Path = share.target_folder if share else resolve_target(str(target))
@@ -130,6 +135,8 @@ class Engine:
             ),
         )
         self.times = StepTimes()
+        # those of the last step that raised: a server ends them, since any of them may be why
+        self.failed: list[Sequence] = []
         self._next_id = 0
 
     def generate(
@@ -150,7 +157,7 @@ class Engine:
             while not all(seq.is_finished for seq in sequences):
                 self.step()
         finally:
-            self._abort(sequences)
+            self.abort(sequences)
         return [result_of(seq) for seq in sequences]
 
     def stream(
@@ -160,34 +167,18 @@ class Engine:
     ) -> Iterator[StreamPiece]:
         """Like `generate`, in pieces as they are committed; closing the iterator aborts the rest."""
         sequences = self._add_all(prompts, params)
-        sent = [(0, 0)] * len(sequences)
-        open_requests = set(range(len(sequences)))
+        readers = [PieceReader(seq, index) for index, seq in enumerate(sequences)]
         try:
-            while open_requests:
-                emitted = False
-                for index in sorted(open_requests):
-                    seq = sequences[index]
-                    tokens, characters = sent[index]
-                    text = seq.detokenizer.stable_text(finished=seq.is_finished)
-                    if not seq.is_finished and seq.num_output == tokens:
-                        continue
-                    emitted = True
-                    result = result_of(seq) if seq.is_finished else None
-                    sent[index] = (seq.num_output, len(text))
-                    yield StreamPiece(
-                        index=index,
-                        token_ids=seq.output_ids[tokens:],
-                        text=text[characters:],
-                        logprobs=logprobs_of(seq, tokens),
-                        result=result,
-                    )
-                    if result is not None:
-                        open_requests.discard(index)
+            while readers:
+                pieces = [piece for reader in readers if (piece := reader.take())]
+                ended = {piece.index for piece in pieces if piece.result is not None}
+                readers = [reader for reader in readers if reader.index not in ended]
+                yield from pieces
                 # another consumer of this engine may have stepped for us meanwhile
-                if open_requests and not emitted:
+                if readers and not pieces:
                     self.step()
         finally:
-            self._abort(sequences)
+            self.abort(sequences)
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -200,6 +191,7 @@ class Engine:
             self._run(plan)
         except BaseException:
             # what the step had begun is unknown: finished sequences leave, the others start over
+            self.failed = [share.seq for share in plan]
             for share in plan:
                 self._release_draft(share.seq)
                 if share.seq.is_finished:
@@ -233,11 +225,29 @@ class Engine:
         """Check the KV bookkeeping: every block owned once or free."""
         self.blocks.audit([seq.block_table for seq in [*self.scheduler.running, *self.scheduler.waiting]])
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """Queue one request; `step` works on it."""
-        seq = self.admission.make_sequence(self._next_id, prompt, params)
-        self._next_id += 1
+    def add(self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None) -> Sequence:
+        """Queue one request; `step` works on it.
+
+        Raises:
+            SpecdecError: a prompt that cannot be decoded.
+        """
+        seq = self.prepare(prompt, params, options)
         self.scheduler.add(seq)
+        return seq
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None
+    ) -> Sequence:
+        """A request ready for the scheduler; another thread than the one that steps may make it.
+
+        Raises:
+            SpecdecError: a prompt that cannot be decoded.
+        """
+        seq = self.admission.make_sequence(self._next_id, prompt, params)
+        seq.options = options or RequestOptions()
+        if seq.options.deadline_s is not None:
+            seq.deadline = self.clock() + seq.options.deadline_s
+        self._next_id += 1
         return seq
 
     def _add_all(
@@ -258,7 +268,7 @@ class Engine:
             for prompt, chosen in zip(prompts, each, strict=True):
                 added.append(self.add(prompt, chosen))
         except SpecdecError:
-            self._abort(added)
+            self.abort(added)
             raise
         return added
 
@@ -362,7 +372,8 @@ class Engine:
         if self.drafter is not None:
             self.drafter.release(seq.seq_id)
 
-    def _abort(self, sequences: Iterable[Sequence]) -> None:
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """End requests wherever they are, between two steps; finished ones stay as they are."""
         for seq in sequences:
             if not seq.is_finished:
                 seq.finish("abort")

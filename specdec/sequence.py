@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from specdec.config import SpecConfig
 from specdec.errors import SpecdecError
 from specdec.random_streams import RandomStream
+from specdec.request_options import RequestOptions
 from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
 
@@ -67,6 +68,9 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    options: RequestOptions = field(default_factory=RequestOptions)
+    deadline: float | None = None  # on the engine's clock
+    num_cached_tokens: int = 0  # prompt tokens that came out of the prefix cache when first admitted
 
     @property
     def output_ids(self) -> list[int]:

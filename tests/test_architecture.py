@@ -26,7 +26,7 @@ FOLDER_MAY_IMPORT = {
 # the runtime from the ground up: a module imports its own tier or a lower one, and never in a circle
 RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"config", "provenance", "random_streams"}),
+    frozenset({"config", "provenance", "random_streams", "request_options"}),
     frozenset(
         {"attention", "blocks", "constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
