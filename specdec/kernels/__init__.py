@@ -27,7 +27,11 @@ KernelBackend = Literal["triton", "reference"]
 KERNEL_SETTINGS: tuple[KernelSetting, ...] = ("auto", "triton", "reference")
 
 # operation: modules of its Triton kernel and of its reference; the function is named as the operation
-OPERATIONS: dict[str, tuple[str, str]] = {}
+OPERATIONS: dict[str, tuple[str, str]] = {
+    "rms_norm": ("norms", "reference_norms"),
+    "add_rms_norm": ("norms", "reference_norms"),
+    "silu_mul": ("norms", "reference_norms"),
+}
 
 
 def kernel_backend(
