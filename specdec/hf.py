@@ -358,9 +358,14 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a chat: the one place where chats become ids.
+    """Token ids of a chat: the one place where chats become ids. `variables` are the template's own.
 
     The template writes its own special tokens, so the text is encoded without adding any: one BOS, not two.
     """
@@ -375,6 +380,8 @@ def render_chat(
             [dict(message) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **(variables or {}),
         )
     except (TemplateError, TypeError, KeyError) as error:
         raise SpecdecError(f"the chat template refused these messages: {_first_line(error)}") from error
