@@ -1,8 +1,8 @@
 """Attention whose rounded result does not depend on what else a step carries, for `--deterministic`.
 
-A key may stand among the committed rows in one pass and among a tree's rows in another, so no order of summation
-is common to plain decoding and verification. Products and sums are therefore done in float64 and rounded once:
-orders then differ in the 50th bit, and a bfloat16 or float16 result differs only where a sum lies that near to
+A key may stand among the committed rows in one pass and among a tree's rows in another, so plain decoding and
+verification have no order of summation in common. Products and sums are therefore done in float64 and rounded
+once: orders then differ in the 50th bit, and a bfloat16 or float16 result only where a sum lies that near to
 the border between two numbers (about once in 2**40). Signature and meaning: `reference.paged_attention`.
 """
 

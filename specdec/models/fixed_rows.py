@@ -1,8 +1,8 @@
 """Products whose bits do not depend on how many rows share a pass.
 
-A library picks the path of a matrix product by its shape, so a row's low bits may change with the number of rows
-beside it. Here every product has the same number of rows: more rows are cut into such blocks, fewer are filled
-up with zeros. Knows nothing of what the rows are.
+A library picks the path of a matrix product by its shape, so a row's low bits may change with the number of
+rows beside it. Here every product has the same number of rows: more rows are cut into such blocks, fewer are
+filled up with zeros. Knows nothing of what the rows are.
 """
 
 from __future__ import annotations
