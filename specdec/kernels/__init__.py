@@ -31,6 +31,7 @@ OPERATIONS: dict[str, tuple[str, str]] = {
     "rms_norm": ("norms", "reference_norms"),
     "add_rms_norm": ("norms", "reference_norms"),
     "silu_mul": ("norms", "reference_norms"),
+    "rope_store": ("rope_store", "reference_rope_store"),
 }
 
 
