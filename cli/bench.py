@@ -38,6 +38,10 @@ def bench(
     adaptive: Annotated[
         bool, typer.Option(help="Let a sequence stop speculating while it does not pay, as served.")
     ] = True,
+    simulate_acceptance: Annotated[
+        float | None,
+        typer.Option(help="Draw accepted lengths with this mean, for speed alone; the text is meaningless."),
+    ] = None,
     transformers: Annotated[
         bool, typer.Option(help="Also decode with transformers generate (greedy, one by one).")
     ] = False,
@@ -68,6 +72,7 @@ def bench(
             "--exact": exact,
             "--limit": limit,
             "--transformers": transformers,
+            "--simulate-acceptance": simulate_acceptance,
             "--out": out,
         }
         for option, value in others.items():
@@ -79,6 +84,11 @@ def bench(
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
     if lossy and not rule:
         raise UsageError("--lossy needs --rule, the lossy rule to verify by")
+    if simulate_acceptance is not None:
+        if exact:
+            raise UsageError("--exact promises the target's text; --simulate-acceptance writes none")
+        if not draft:
+            raise UsageError("--simulate-acceptance needs --draft, such as --draft random")
     if (shape or rule) and not draft:
         raise UsageError(f"{'--shape' if shape else '--rule'} needs --draft: without one nothing is drafted")
     if transformers and temperature > 0:
@@ -102,6 +112,7 @@ def bench(
             repeats=repeats,
             warm_up=warm_up,
             adaptive=adaptive,
+            simulate_acceptance=simulate_acceptance,
             transformers=transformers,
             out=out,
         )

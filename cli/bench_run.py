@@ -22,7 +22,7 @@ from specdec.cli.measure import (
     transformers_decoder,
 )
 from specdec.cli.outputs import require_not_input, require_writable
-from specdec.cli.shapes import parse_shape
+from specdec.cli.shapes import check_simulation, parse_shape, simulation_notice
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
@@ -57,6 +57,7 @@ class BenchPlan:
     adaptive: bool
     transformers: bool
     out: Path | None
+    simulate_acceptance: float | None = None
 
 
 def bench_prompts(encoder: PromptEncoder, data: str, limit: int | None) -> list[BenchPrompt]:
@@ -81,6 +82,9 @@ def settings_of(plan: BenchPlan) -> list[Setting]:
     base = SpecConfig(adaptive=plan.adaptive)
     settings = [Setting(name=PLAIN, draft=None, spec=None)]
     shapes = {shape: parse_shape(shape, base) for shape in plan.shapes}
+    if plan.simulate_acceptance is not None:
+        for shape, spec in shapes.items():
+            check_simulation(plan.simulate_acceptance, shape, spec)
     for draft in plan.drafts:
         for shape, spec in shapes.items():
             settings.append(Setting(name=f"{draft} {shape}", draft=draft, spec=spec))
@@ -104,7 +108,13 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     if plan.out is not None:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
-    params = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=plan.max_tokens)
+    params = SamplingParams(
+        temperature=plan.temperature,
+        seed=plan.seed,
+        max_tokens=plan.max_tokens,
+        # a meaningless text must not end by chance: every setting writes the same number of tokens
+        ignore_eos=plan.simulate_acceptance is not None,
+    )
     folder = resolve_target(plan.target)
     encoder = PromptEncoder(folder)
     prompts = bench_prompts(encoder, plan.data, plan.limit)
@@ -119,6 +129,7 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
         batch_size=plan.batch_size,
         max_prompt=len(longest.token_ids),
         engine_config=EngineConfig(allow_lossy=plan.lossy),
+        simulate=plan.simulate_acceptance,
     )
     if plan.transformers:
         decoders["transformers"] = transformers_decoder(str(folder), params)
@@ -134,6 +145,8 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     figures = [summarise(name, results, prompts) for name in decoders]
     _print(plan, figures, engine)
     summary = {"schema": SCHEMA, "target": plan.target, "data": plan.data, "settings": figures}
+    if plan.simulate_acceptance is not None:
+        summary |= simulation_notice(plan.simulate_acceptance)
     if plan.out is not None:
         write_json_atomic(
             plan.out, {**summary, **_details(plan, decoders, results, prompts, encoder, engine)}
@@ -162,6 +175,7 @@ def _details(
             "repeats": plan.repeats,
             "warm_up_batches": plan.warm_up,
             "adaptive": plan.adaptive,
+            "simulate_acceptance": plan.simulate_acceptance,
             "shapes": plan.shapes,
             "rules": plan.rules,
             "knobs": plan.knobs,
@@ -184,7 +198,7 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
         rows.append(
             [
                 one["setting"],
-                one["rule"] if one["lossless"] else f"{one['rule']}, lossy",
+                one["rule"] if one["lossless"] or "simulated" in one else f"{one['rule']}, lossy",
                 acceptance["acceptance_length"],
                 _interval(acceptance["acceptance_length_interval"]),
                 acceptance["acceptance_rate"],
@@ -194,10 +208,15 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
                 f"{one['identical']}/{one['prompts']}" if "identical" in one else None,
             ]
         )
+    simulated = (
+        ""
+        if plan.simulate_acceptance is None
+        else f"SIMULATED acceptance of {plan.simulate_acceptance:g} tokens a step, speed only: "
+    )
     title = (
-        f"{plan.target}, {plan.data}, {figures[0]['prompts']} prompts x {plan.max_tokens} tokens, batch "
-        f"{plan.batch_size}, {engine.config.dtype}, {torch.get_num_threads()} threads; speedup and identical "
-        "against plain; 95 % intervals over prompts"
+        f"{simulated}{plan.target}, {plan.data}, {figures[0]['prompts']} prompts x {plan.max_tokens} tokens, "
+        f"batch {plan.batch_size}, {engine.config.dtype}, {torch.get_num_threads()} threads; speedup and "
+        "identical against plain; 95 % intervals over prompts"
     )
     columns = [
         "setting",

@@ -61,6 +61,10 @@ def generate(
     exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of sampled text [default: a fresh one].")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    simulate_acceptance: Annotated[
+        float | None,
+        typer.Option(help="Draw accepted lengths with this mean, for speed alone; the text is meaningless."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of --prompts.")] = None,
 ) -> None:
@@ -72,7 +76,7 @@ def generate(
     from specdec.cli.generation import GenerationPlan, answer_file, answer_one, chat
     from specdec.cli.outputs import require_not_input
     from specdec.cli.sampling_options import parse_knobs, parse_logit_bias, read_grammar
-    from specdec.cli.shapes import parse_shape
+    from specdec.cli.shapes import check_simulation, parse_shape
     from specdec.sampling_params import SamplingParams
 
     if prompt is not None and prompts is not None:
@@ -85,6 +89,11 @@ def generate(
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
     if lossy and rule is None:
         raise UsageError("--lossy needs --rule, the lossy rule to verify by")
+    if simulate_acceptance is not None:
+        if exact:
+            raise UsageError("--exact promises the target's text; --simulate-acceptance writes none")
+        if draft is None:
+            raise UsageError("--simulate-acceptance needs --draft, such as --draft random")
     if logprobs is not None and prompt is None and out is None:
         raise UsageError("--logprobs needs --prompt, or --prompts with --out")
     words = {"--prompt": [prompt or ""], "--regex": [regex or ""], "--stop": stop, "--bad-word": bad_word}
@@ -114,12 +123,18 @@ def generate(
             rule_knobs=parse_knobs(knob or ()),
             seed=seed,
             max_tokens=max_tokens,
+            # a meaningless text must not end by chance
+            ignore_eos=simulate_acceptance is not None,
             stop=tuple(stop or ()),
         )
+    spec = parse_shape(shape)
+    if simulate_acceptance is not None:
+        check_simulation(simulate_acceptance, shape, spec)
     plan = GenerationPlan(
         target=target,
         draft=draft,
-        spec=parse_shape(shape),
+        spec=spec,
+        simulate_acceptance=simulate_acceptance,
         params=params,
         raw=raw,
         lossy=lossy,

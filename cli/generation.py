@@ -12,6 +12,7 @@ from typing import Any
 from specdec.cli.console import emit_json, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file, require_shorter, require_unicode
 from specdec.cli.outputs import require_own_record, require_writable
+from specdec.cli.shapes import simulation_notice
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
@@ -32,9 +33,17 @@ class GenerationPlan:
     raw: bool
     lossy: bool
     batch_size: int
+    simulate_acceptance: float | None = None
 
     def engine(self, max_num_seqs: int) -> Engine:
-        config = EngineConfig(max_num_seqs=max_num_seqs, spec=self.spec, allow_lossy=self.lossy)
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            spec=self.spec,
+            allow_lossy=self.lossy,
+            simulate_acceptance=self.simulate_acceptance,
+        )
+        if self.simulate_acceptance is not None:
+            say(simulation_notice(self.simulate_acceptance)["simulation"])
         return Engine(self.target, draft=self.draft, config=config)
 
     def as_prompt(self, text: str) -> Prompt:
@@ -169,6 +178,7 @@ def _counts(result: GenerationResult) -> dict[str, Any]:
         "completion_tokens": len(result.token_ids),
         "seed": result.seed,
         "rule": result.rule,
+        **({"simulated": True} if result.simulated else {}),
         "verify_steps": stats.verify_steps,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
@@ -199,6 +209,7 @@ def _summary(results: list[GenerationResult], seconds: float, plan: GenerationPl
         "completion_tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
+        **({} if plan.simulate_acceptance is None else simulation_notice(plan.simulate_acceptance)),
         "verification": _verification(results),
         **{key: total.to_dict()[key] for key in ("verify_steps", "drafted", "accepted", "committed")},
         "acceptance_length": total.acceptance_length,

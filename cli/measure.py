@@ -49,7 +49,8 @@ class Setting:
 class Measured:
     """One prompt under one setting. `seconds` is the batch's time divided by its number of prompts.
 
-    `rule` verified the drafts; not `lossless`: the text does not have the target's law.
+    `rule` verified the drafts; not `lossless`: the text does not have the target's law; `simulated`: it means
+    nothing, accepted lengths were drawn.
     """
 
     token_ids: list[int]
@@ -57,6 +58,7 @@ class Measured:
     stats: SpecStats
     rule: str = "none"
     lossless: bool = True
+    simulated: bool = False
 
 
 Decode = Callable[[Sequence[BenchPrompt]], list[Measured]]
@@ -73,7 +75,14 @@ def engine_decoder(engine: Engine, params: Sequence[SamplingParams] | SamplingPa
             if result.error:
                 raise SpecdecError(f"prompt {prompt.id}: {result.error}; nothing was measured")
         return [
-            Measured(token_ids=r.token_ids, seconds=seconds, stats=r.stats, rule=r.rule, lossless=r.lossless)
+            Measured(
+                token_ids=r.token_ids,
+                seconds=seconds,
+                stats=r.stats,
+                rule=r.rule,
+                lossless=r.lossless,
+                simulated=r.simulated,
+            )
             for r in results
         ]
 
@@ -141,7 +150,10 @@ def run_interleaved(
 def summarise(
     name: str, results: dict[str, list[list[Measured]]], prompts: Sequence[BenchPrompt], baseline: str = PLAIN
 ) -> dict[str, Any]:
-    """Figures of one setting; speedup and identity against `baseline`, paired by prompt."""
+    """Figures of one setting; speedup and identity against `baseline`, paired by prompt.
+
+    A setting of simulated acceptance says so, and is compared in speed only.
+    """
     mine = results[name]
     # tokens and counts are those of the first repeat (greedy text repeats; sampled text is seeded)
     first = [repeats[0] for repeats in mine]
@@ -166,7 +178,6 @@ def summarise(
     if name != baseline:
         base = results[baseline]
         base_seconds = [_median([one.seconds for one in repeats]) for repeats in base]
-        same = [one.token_ids == other[0].token_ids for one, other in zip(first, base, strict=True)]
         mine_columns = [len(one.token_ids) for one in first], seconds
         base_columns = [len(repeats[0].token_ids) for repeats in base], base_seconds
         figures["speedup"] = _speedup(*mine_columns, *base_columns)
@@ -175,7 +186,11 @@ def summarise(
             category: _speedup(*(_pick(column, rows) for column in (*mine_columns, *base_columns)))
             for category, rows in _rows_by_category(prompts).items()
         }
-        figures["identical"] = sum(same)
+        if any(one.simulated for one in first):
+            figures["simulated"] = True
+        else:
+            same = [one.token_ids == other[0].token_ids for one, other in zip(first, base, strict=True)]
+            figures["identical"] = sum(same)
     return figures
 
 
@@ -206,8 +221,19 @@ def make_decoders(
     batch_size: int,
     max_prompt: int,
     engine_config: EngineConfig,
+    simulate: float | None = None,
 ) -> tuple[Engine, dict[str, Decode]]:
-    """Engines for every setting, all on one set of target weights."""
+    """Engines for every setting, all on one set of target weights.
+
+    Args:
+        target: a folder, or what else names a target.
+        settings: the first one is plain decoding.
+        params: how to sample.
+        batch_size: prompts decoded at once.
+        max_prompt: tokens of the longest prompt.
+        engine_config: everything but sizes and speculation.
+        simulate: acceptance length to simulate in the settings that draft.
+    """
     longest = max_prompt + (params.max_tokens or 0)
     # rows a proposal may write behind the text: a tree, or the nodes grown on the way to it
     behind = max(
@@ -225,7 +251,11 @@ def make_decoders(
             decoders[setting.name] = engine_decoder(plain, params)
             continue
         assert setting.spec is not None, "a drafter needs speculation settings"
-        engine = Engine(plain, draft=setting.draft, config=replace(config, spec=setting.spec))
+        engine = Engine(
+            plain,
+            draft=setting.draft,
+            config=replace(config, spec=setting.spec, simulate_acceptance=simulate),
+        )
         chosen = replace(params, rule=setting.rule, rule_knobs=setting.knobs)
         decoders[setting.name] = engine_decoder(engine, chosen)
     return plain, decoders

@@ -1,6 +1,7 @@
 """Draft heads and drafters, and the one table from a user's spelling to a drafter.
 
-Spellings: "ngram"; a draft folder, or the name of a shipped draft; "ngram+DRAFT" for both in one tree.
+Spellings: "ngram"; a draft folder, or the name of a shipped draft; "random", a head of random weights for
+measurements of speed; "ngram+DRAFT" for both in one tree.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 PRETRAINED = Path(__file__).resolve().parent / "pretrained"
 LOOKUP = "ngram"
+RANDOM = "random"
 
 __all__ = ["LoadedDraft", "draft_folder", "load_draft", "load_drafter", "shipped_drafts"]
 
@@ -45,7 +47,10 @@ def draft_folder(name: str) -> Path:
 
 def _allowed() -> str:
     known = ", ".join(shipped_drafts()) or "none"
-    return f"give {LOOKUP}, a draft folder, a shipped draft ({known}), or {LOOKUP}+ one of the latter two"
+    return (
+        f"give {LOOKUP}, a draft folder, a shipped draft ({known}), {RANDOM} (untrained weights, to measure "
+        f"speed), or {LOOKUP}+ one of the latter three"
+    )
 
 
 def load_drafter(spelling: str, target: TargetView) -> Drafter:
@@ -70,6 +75,10 @@ def load_drafter(spelling: str, target: TargetView) -> Drafter:
 def _load_head(name: str, target: TargetView) -> Drafter:
     from specdec.drafts.eagle3_drafter import Eagle3Drafter
 
+    if name == RANDOM:
+        from specdec.drafts.random_head import random_head
+
+        return Eagle3Drafter(random_head(target), target)
     folder = draft_folder(name)
     draft = load_draft(folder, target.embed_tokens, target.head_weight, target_fingerprint=target.fingerprint)
     trained = draft.contract.template_hash

@@ -41,6 +41,9 @@ def verify_step(
             rows = slice(start, start + tree.num_nodes)
             try:
                 result = _verify(share.seq, tree, argmax[rows], bad[rows], output.logits[rows])
+                if share.seq.simulated is not None:
+                    position = len(share.seq.token_ids) - 1
+                    result = share.seq.simulated.replaced(tree, result, share.seq.stream, position)
             except BadLogitsError as error:
                 share.seq.finish("error", str(error))
         results.append(result)

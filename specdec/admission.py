@@ -20,6 +20,7 @@ from specdec.requests import Prompt, PromptEncoder
 from specdec.rule_choice import choose_rule, depends_on_drafts
 from specdec.sampling_params import SamplingParams
 from specdec.sequence import Sequence, check_prompt
+from specdec.simulated import SimulatedAcceptance
 from specdec.speculation import SpeculationController
 from specdec.verification.rules import Rule
 
@@ -73,10 +74,21 @@ class Admission:
                 self.encoder.tokenizer, token_ids[-PROMPT_TAIL:], params.stop, params.min_tokens
             ),
             controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
+            simulated=self._simulated(params, spec),
             processor=self._processor(params, len(token_ids), frozenset(stop_ids)),
             rule=rule,
             needs_whole_trees=needs_whole_trees,
         )
+
+    def _simulated(self, params: SamplingParams, spec: SpecConfig | None) -> SimulatedAcceptance | None:
+        """What draws accepted lengths; None as a rule, and for requests that draft nothing."""
+        length = self.config.simulate_acceptance
+        if length is None or spec is None:
+            return None
+        if params.grammar is not None:
+            raise SpecdecError("simulated acceptance commits tokens that no grammar allows; drop the grammar")
+        spec.check_simulated(length)
+        return SimulatedAcceptance(length)
 
     def _processor(
         self, params: SamplingParams, prompt_len: int, stop_ids: frozenset[int]

@@ -220,9 +220,10 @@ class EngineConfig:
     `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is
     the budget of one step and counts tree nodes as well as prompt tokens; a tree that a request's rule needs
     whole goes over it if it is the first of its step. `allow_lossy` lets requests name rules that change the
-    text's law. `simulate_acceptance` draws how many drafts a step accepts, so that it commits that many tokens on
-    average (see `specdec.simulated`): for measurements of speed, the text is meaningless. `deterministic` makes a row's numbers independent of what else the pass carries, so that greedy
-    speculative text is plain text in every dtype, at a cost in speed.
+    text's law. `deterministic` makes a row's numbers independent of what else the pass carries, so that
+    greedy speculative text is plain text in every dtype, at a cost in speed. `simulate_acceptance` draws how
+    many drafts a step accepts, so that it commits that many tokens on average (see `specdec.simulated`): for
+    measurements of speed, the text is meaningless.
     """
 
     block_size: int = 16

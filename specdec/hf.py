@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.errors import SpecdecError
+from specdec.random_target import is_random
 
 # layer kinds with a recurrent or convolutional state instead of a KV cache: a draft cannot be rolled back.
 RECURRENT_LAYER_TYPES = frozenset(
@@ -103,6 +104,11 @@ def load_hf_model(folder: str | Path, *, dtype: str = "float32", device_map: Any
             mapping of module names to devices; None loads to the processor.
     """
     path = _target_folder(folder)
+    if is_random(path):
+        raise SpecdecError(
+            "a random target's weights exist in the runtime only: bench, generate and serve take it, "
+            "commands that read the target through transformers need a real folder"
+        )
     if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
         raise SpecdecError(f"device_map ({device_map}) must be one of {', '.join(DEVICE_MAPS)}")
     if dtype not in DTYPES:

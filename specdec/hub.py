@@ -37,6 +37,8 @@ from specdec.provenance import (
     versions,
     write_json_atomic,
 )
+from specdec.random_target import PREFIX as RANDOM_PREFIX
+from specdec.random_target import is_random, random_names, random_target
 
 SOURCE_FILE = "specdec_source.json"
 
@@ -60,12 +62,17 @@ def resolve_target(name_or_path: str) -> Path:
     """Find the model folder for what a user typed as TARGET; fetches nothing.
 
     Args:
-        name_or_path: A model folder, or a name that ``specdec pull`` has put into the cache.
+        name_or_path: A model folder, a name that ``specdec pull`` has put into the cache, or a shape with
+            random weights, ``random:NAME``.
 
     Raises:
         SpecdecError: There is no such target; the message says which command makes it.
     """
+    if name_or_path.startswith(RANDOM_PREFIX):
+        return random_target(name_or_path)
     path = Path(name_or_path).expanduser()
+    if is_random(path):
+        return path
     if path.is_file():
         raise SpecdecError(
             f"TARGET ({name_or_path}) is a file; convert it first: specdec pull {name_or_path}"
@@ -86,7 +93,7 @@ def resolve_target(name_or_path: str) -> Path:
             raise SpecdecError(
                 f"TARGET ({name_or_path}) is not in the cache; run: specdec pull {name_or_path}"
             )
-    names = sorted({*KNOWN_TARGETS, *_cached_names()})
+    names = sorted({*KNOWN_TARGETS, *_cached_names(), *random_names()})
     raise SpecdecError(f"TARGET ({name_or_path}) is no folder and no known name; known: {', '.join(names)}")
 
 

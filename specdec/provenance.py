@@ -42,6 +42,8 @@ _ESSENTIAL_KEYS = (
     "vocab_size",
 )
 _CHUNK_BYTES = 1 << 22
+# stands in the place of weights in the folder of a random target (see random_target.py)
+RANDOM_WEIGHTS_FILE = "random_weights.json"
 
 
 def sha256_text(text: str) -> str:
@@ -158,6 +160,9 @@ def folder_fingerprint(folder: str | Path) -> str:
     """
     folder = Path(folder).resolve()
     config = read_json(folder / "config.json")
+    if (folder / RANDOM_WEIGHTS_FILE).is_file():
+        weights = read_json(folder / RANDOM_WEIGHTS_FILE)
+        return sha256_text(json.dumps([weights, _essential(config)], sort_keys=True))
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise SpecdecError(

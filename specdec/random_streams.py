@@ -37,6 +37,7 @@ class Purpose(enum.IntEnum):
     RESIDUAL = 2
     BONUS = 3
     RACE = 4
+    SIMULATED = 5
 
 
 class Coin(Protocol):

@@ -24,7 +24,8 @@ class GenerationResult:
     """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why).
 
     `logprobs` has one entry per output token, None when they were not asked for. `rule` is the rule
-    that verified its drafts, with its knobs; `lossless` whether the text has the target's law.
+    that verified its drafts, with its knobs; `lossless` whether the text has the target's law. `simulated`:
+    accepted lengths were drawn, the text is meaningless.
     """
 
     token_ids: list[int]
@@ -35,6 +36,7 @@ class GenerationResult:
     stats: SpecStats
     rule: str
     lossless: bool
+    simulated: bool = False
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
 
@@ -109,8 +111,9 @@ def result_of(seq: Sequence) -> GenerationResult:
         seed=seq.stream.seed,
         stats=seq.stats,
         logprobs=logprobs_of(seq, 0),
-        rule=seq.rule.label,
-        lossless=seq.rule.rule.is_lossless,
+        rule=seq.simulated.label if seq.simulated else seq.rule.label,
+        lossless=seq.rule.rule.is_lossless and seq.simulated is None,
+        simulated=seq.simulated is not None,
         error=seq.error,
     )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec.detokenize import IncrementalDetokenizer
     from specdec.logprobs import TokenLogprobs
     from specdec.processors import RequestProcessor
+    from specdec.simulated import SimulatedAcceptance
     from specdec.speculation import SpeculationController
     from specdec.verification.rules import BoundRule
 
@@ -43,7 +44,8 @@ class Sequence:
     Invariant while decoding: `num_computed == len(token_ids) - 1`; the last committed token is the
     root of the next tree, and its KV row does not exist yet. `rule` verifies its drafts; `needs_whole_trees`
     when its text depends on what was drafted. `processor` is None when nothing but temperature and filters
-    changes the target's logits; `logprobs` has an entry per output token when they were asked for.
+    changes the target's logits; `simulated` draws accepted lengths in the rule's place, for measurements of
+    speed; `logprobs` has an entry per output token when they were asked for.
     """
 
     seq_id: int
@@ -58,6 +60,7 @@ class Sequence:
     controller: SpeculationController
     rule: BoundRule
     processor: RequestProcessor | None = None
+    simulated: SimulatedAcceptance | None = None
     needs_whole_trees: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)

@@ -30,7 +30,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"attention", "blocks", "constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
-        | {"divergence", "exact_law", "stats", "tree", "verification"}
+        | {"divergence", "exact_law", "random_target", "simulated", "stats", "tree", "verification"}
     ),
     frozenset({"drafter", "fetch", "kernels", "requests"}),
     frozenset({"admission", "hub", "models", "paged_kv", "rule_choice"}),
@@ -40,7 +40,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"audit"}),
 )
 # pairs of one tier that only annotations need, imported under TYPE_CHECKING: no circle at run time
-TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "speculation", "verification"}}
+TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "simulated", "speculation", "verification"}}
 
 
 @cache

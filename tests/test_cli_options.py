@@ -35,11 +35,11 @@ OPTIONS: dict[str, str] = {
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
         "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --rule --knob "
-        "--lossy --exact --seed --stop --batch-size --limit"
+        "--lossy --exact --seed --stop --simulate-acceptance --batch-size --limit"
     ),
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
-        "--temperature --seed --repeats --warm-up --adaptive --transformers --verify-cost --out"
+        "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --transformers --verify-cost --out"
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --shape --batch-size --data --limit "

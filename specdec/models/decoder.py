@@ -22,7 +22,7 @@ from specdec.kernels.invariant import invariant_attention
 from specdec.models.fixed_rows import FixedRowLinear
 from specdec.models.layers import Linear, fits_fp16, packing_available, rms_norm
 from specdec.models.rope import RotaryEmbedding, apply_rope
-from specdec.models.weights import WeightReader, stacked, stacked_bias
+from specdec.models.weights import WeightSource, open_weights, stacked, stacked_bias
 from specdec.paged_kv import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class ForwardBatch:
 class DecoderLayer:
     """Attention and MLP of one layer, projections fused."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, index: int, make: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, reader: WeightSource, index: int, make: LinearFactory) -> None:
         self.config = config
         prefix = f"model.layers.{index}."
         hidden, dim = config.hidden_size, config.head_dim
@@ -172,7 +172,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.dtype, self.device = dtype, device
-        reader = WeightReader(folder)
+        reader = open_weights(folder, device)
         make = LinearFactory(dtype, device, packed=packed, deterministic=deterministic)
         embed = reader.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # kept as stored (a lookup widens the few rows it reads); an fp16 table halves the memory

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.errors import SpecdecError
+from specdec.random_target import RandomWeights, is_random
+
+
+class WeightSource(Protocol):
+    """Where a target's tensors come from."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, which must have `shape`."""
+        ...
+
+
+def open_weights(folder: str | Path, device: str) -> WeightSource:
+    """The tensors of a target's folder; those of a random target are made on `device`."""
+    return RandomWeights(folder, device) if is_random(folder) else WeightReader(folder)
 
 
 class WeightReader:
@@ -60,11 +75,11 @@ class WeightReader:
         return tensor
 
 
-def stacked(reader: WeightReader, names: list[str], rows: list[int], columns: int) -> Tensor:
+def stacked(reader: WeightSource, names: list[str], rows: list[int], columns: int) -> Tensor:
     """The weights `names` one above the other: [sum(rows), columns]."""
     return torch.cat([reader.get(name, (count, columns)) for name, count in zip(names, rows, strict=True)])
 
 
-def stacked_bias(reader: WeightReader, names: list[str], rows: list[int]) -> Tensor:
+def stacked_bias(reader: WeightSource, names: list[str], rows: list[int]) -> Tensor:
     """The biases `names` one after the other: [sum(rows)]."""
     return torch.cat([reader.get(name, (count,)) for name, count in zip(names, rows, strict=True)])
