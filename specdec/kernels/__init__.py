@@ -32,6 +32,7 @@ OPERATIONS: dict[str, tuple[str, str]] = {
     "add_rms_norm": ("norms", "reference_norms"),
     "silu_mul": ("norms", "reference_norms"),
     "rope_store": ("rope_store", "reference_rope_store"),
+    "commit_path": ("kv_moves", "reference_kv_moves"),
 }
 
 

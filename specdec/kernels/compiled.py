@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,8 +73,8 @@ class CompiledInfo:
     max_shared_bytes: int
 
 
-def compile_for(case: CompileCase, arch: int, *, max_registers: int | None = None) -> CompiledInfo:
-    """Compile a case to the machine code of `arch` (80, 90); no GPU is touched.
+def compiled_stages(case: CompileCase, arch: int, *, max_registers: int | None = None) -> Any:
+    """Triton's own result for a case: `asm` holds every stage ("ptx", "cubin"); no GPU is touched.
 
     Args:
         case: kernel and types.
@@ -94,7 +94,12 @@ def compile_for(case: CompileCase, arch: int, *, max_registers: int | None = Non
     if max_registers is not None:
         options["maxnreg"] = max_registers
     source = ASTSource(case.kernel, signature, dict(case.constants), attrs)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_for(case: CompileCase, arch: int, *, max_registers: int | None = None) -> CompiledInfo:
+    """What a case costs on a card of `arch`; arguments as for `compiled_stages`."""
+    made = compiled_stages(case, arch, max_registers=max_registers)
     cubin = made.asm["cubin"]
     registers, stack = _registers_and_stack(cubin)
     return CompiledInfo(
@@ -139,17 +144,18 @@ def all_cases() -> list[CompileCase]:
     return sorted(cases, key=lambda case: case.name)
 
 
+def run_uninterpreted(arguments: Sequence[str]) -> str:
+    """Output of a Python process in which Triton compiles; `arguments` follow the interpreter's name."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"a kernel does not compile:\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
 def compile_in_subprocess(archs: Iterable[int] = ARCHITECTURES) -> list[CompiledInfo]:
     """Compile every case for every architecture in a process that does not interpret kernels."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec.kernels.compiled", *(str(arch) for arch in archs)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"a kernel does not compile:\n{done.stderr[-4000:]}"
-    return [CompiledInfo(**entry) for entry in json.loads(done.stdout.splitlines()[-1])]
+    told = run_uninterpreted(["-m", "specdec.kernels.compiled", *(str(arch) for arch in archs)])
+    return [CompiledInfo(**entry) for entry in json.loads(told.splitlines()[-1])]
 
 
 def as_table(infos: Iterable[CompiledInfo]) -> str:
