@@ -28,11 +28,18 @@ KERNEL_SETTINGS: tuple[KernelSetting, ...] = ("auto", "triton", "reference")
 
 # operation: modules of its Triton kernel and of its reference; the function is named as the operation
 OPERATIONS: dict[str, tuple[str, str]] = {
+    "uniforms": ("streams", "reference_streams"),
+    "exponentials": ("streams", "reference_streams"),
+    "greedy_choices": ("sampling_rows", "reference_sampling_rows"),
+    "row_laws": ("sampling_rows", "reference_sampling_rows"),
+    "row_probs": ("row_choices", "reference_sampling_rows"),
+    "race_winners": ("row_choices", "reference_sampling_rows"),
     "rms_norm": ("norms", "reference_norms"),
     "add_rms_norm": ("norms", "reference_norms"),
     "silu_mul": ("norms", "reference_norms"),
     "rope_store": ("rope_store", "reference_rope_store"),
     "commit_path": ("kv_moves", "reference_kv_moves"),
+    "draft_loss": ("draft_loss", "reference_draft_loss"),
 }
 
 
