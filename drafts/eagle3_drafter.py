@@ -8,6 +8,7 @@ rows next time. Which nodes grow and which tokens they get is `growth`'s busines
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.config import SpecConfig
 from specdec.drafter import DraftRequest, TargetView
 from specdec.drafts.checkpoint import LoadedDraft
+from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.growth import TreeGrowth, start_growth
 from specdec.kernels import paged_attention, store_kv
 from specdec.models.layers import Linear, fits_fp16, packing_available
@@ -80,6 +82,7 @@ class Eagle3Drafter:
                 self._context,
                 target.max_model_len,
             )
+        self.fingerprint = _fingerprint(head)
         self._vocab = head.vocab
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
@@ -106,6 +109,17 @@ class Eagle3Drafter:
 
     def release(self, seq_id: int) -> None:
         """Nothing is kept here: draft rows live in the sequence's blocks, pending states with it."""
+
+    @property
+    def caches(self) -> tuple[PagedKVCache, ...]:
+        return (self._cache,)
+
+    @torch.inference_mode()
+    def absorb(self, sequences: list[Sequence]) -> None:
+        """Make the rows whose true states are pending; none for texts beyond the head's context."""
+        open_ones = [seq for seq in sequences if seq.num_computed > seq.draft_computed]
+        if inside := [seq for seq in open_ones if len(seq.token_ids) <= self._context]:
+            self._catch_up(inside)
 
     @torch.inference_mode()
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
@@ -245,6 +259,15 @@ class Eagle3Drafter:
             positions += query_positions
             slots += self._cache.slots(seq.block_table, context + first, context + num_new)
         return self._layer(self._head.feedback(parents), tokens, positions, slots, attention)
+
+
+def _fingerprint(head: Eagle3Head) -> str:
+    digest = hashlib.sha256(repr(head.config).encode())
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(
+            name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()
 
 
 def _pack_linears(module: nn.Module, *, packed: bool) -> None:

@@ -9,8 +9,10 @@ children they may be drawn ones, with their law; where both have, they count as 
 from __future__ import annotations
 
 from specdec.config import SpecConfig
-from specdec.drafter import Drafter, DraftRequest
+from specdec.drafter import Drafter, DraftRequest, TapDrafter
 from specdec.drafts.ngram import NgramDrafter
+from specdec.paged_kv import PagedKVCache
+from specdec.sequence import Sequence
 from specdec.tree import DraftTree, merge_trees
 
 
@@ -35,6 +37,19 @@ class StackedDrafter:
     def release(self, seq_id: int) -> None:
         self.lookup.release(seq_id)
         self.head.release(seq_id)
+
+    @property
+    def caches(self) -> tuple[PagedKVCache, ...]:
+        return self.head.caches if isinstance(self.head, TapDrafter) else ()
+
+    @property
+    def fingerprint(self) -> str:
+        return self.head.fingerprint if isinstance(self.head, TapDrafter) else ""
+
+    def absorb(self, sequences: list[Sequence]) -> None:
+        """Make the head's rows whose true states are pending."""
+        if isinstance(self.head, TapDrafter):
+            self.head.absorb(sequences)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         """Chain and tree merged; the head is not asked where the chain fills the budget."""

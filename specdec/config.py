@@ -216,6 +216,10 @@ class SpecConfig:
 class EngineConfig:
     """Sizes of the engine.
 
+    `prefix_cache` keeps the KV blocks of finished requests for later ones that begin with the same tokens.
+    Blocks given up by the pool go to `host_cache_gb` of the host's memory, then to `disk_cache_gb` of files in
+    `disk_cache_dir`, where these are given. `max_kv_ttl_s` caps how long a request may have its blocks kept.
+
     `kv_tokens` is the capacity of the KV pool in tokens (rounded up to blocks); None sizes it for
     `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is
     the budget of one step and counts tree nodes as well as prompt tokens; a tree that a request's rule needs
@@ -226,6 +230,11 @@ class EngineConfig:
     measurements of speed, the text is meaningless.
     """
 
+    prefix_cache: bool = True
+    max_kv_ttl_s: float = 600.0
+    host_cache_gb: float = 0.0
+    disk_cache_dir: str | None = None
+    disk_cache_gb: float = 4.0
     block_size: int = 16
     max_num_seqs: int = 32
     max_batch_tokens: int = 1024
@@ -247,6 +256,17 @@ class EngineConfig:
         _check_range("max_batch_tokens", self.max_batch_tokens, 16, 1 << 20)
         if self.max_model_len is not None:
             _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
+        for name in ("max_kv_ttl_s", "host_cache_gb", "disk_cache_gb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+                raise SpecdecError(f"{name} ({value!r}) must be a number, 0 or more")
+        if self.disk_cache_dir is not None and not self.disk_cache_dir:
+            raise SpecdecError("disk_cache_dir is empty; name a folder, or leave it out")
+        if not self.prefix_cache and (self.host_cache_gb or self.disk_cache_dir is not None):
+            raise SpecdecError(
+                "host_cache_gb and disk_cache_dir keep blocks of the prefix cache; leave prefix_cache on, or "
+                "drop them"
+            )
         if self.kv_tokens is not None:
             _check_range("kv_tokens", self.kv_tokens, self.block_size, 1 << 32)
         if self.device != "cpu":

@@ -10,12 +10,13 @@ A request also says how the children of a node come about, because a rule's law 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from specdec.config import ModelConfig, SpecConfig
+from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
 from specdec.tree import DraftTree
 
@@ -89,4 +90,26 @@ class Drafter(Protocol):
 
     def release(self, seq_id: int) -> None:
         """Forget a sequence (finished, or preempted)."""
+        ...
+
+
+@runtime_checkable
+class TapDrafter(Drafter, Protocol):
+    """A drafter whose rows lie in the target's blocks, so that cached prefixes hold them too.
+
+    A sequence may come to it with `draft_computed` > 0 though it has never drafted: those rows are there.
+    """
+
+    @property
+    def caches(self) -> tuple[PagedKVCache, ...]:
+        """The caches that share the target's block tables."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what its rows depend on beside text and target."""
+        ...
+
+    def absorb(self, sequences: list[Sequence]) -> None:
+        """Make the rows whose true states are pending, as far as it makes any; nothing is proposed."""
         ...

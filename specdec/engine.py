@@ -28,11 +28,13 @@ from specdec.hub import resolve_target
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.pieces import PieceReader
+from specdec.prefix_setup import build_prefix_cache, finish_rows, prefix_use
 from specdec.provenance import folder_fingerprint
 from specdec.request_options import RequestOptions
 from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
 from specdec.rule_choice import draft_mode
 from specdec.runner import ModelRunner, StepOutput
+from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.tree import DraftTree, chain_tree
@@ -102,23 +104,22 @@ class Engine:
                 packed=self.config.packed_weights,
                 deterministic=self.config.deterministic,
             )
-        self.blocks = BlockManager(
-            pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize),
-            self.config.block_size,
-        )
+        num_blocks = pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
-        self.drafter = self._make_drafter(draft)
-        scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
-        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows)
+        self.drafter = self._make_drafter(draft, num_blocks)
         cache = PagedKVCache(
             num_layers=self.model_config.num_layers,
-            num_blocks=self.blocks.num_blocks,
+            num_blocks=num_blocks,
             block_size=self.config.block_size,
             num_kv_heads=self.model_config.num_kv_heads,
             head_dim=self.model_config.head_dim,
             dtype=dtype,
             device=self.config.device,
         )
+        self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
+        self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
+        scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
+        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes)
         self.runner = ModelRunner(self.decoder, cache, self.drafter.boundaries if self.drafter else ())
         self.admission: Admission = Admission(
             config=self.config,
@@ -126,7 +127,7 @@ class Engine:
             encoder=self.encoder,
             drafter=self.drafter,
             max_model_len=self.max_model_len,
-            pool_rows=self.blocks.num_blocks * self.blocks.block_size,
+            pool_rows=num_blocks * self.config.block_size,
             rules={**RULES, **{rule.name: rule for rule in rules}},
             grammars=share.admission.grammars
             if share
@@ -183,12 +184,21 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """One turn of the loop over every sequence that has room; returns those that finished."""
+        expired = self.scheduler.expired(self.clock())
+        for seq in expired:
+            seq.finish("timeout")
+            seq.detokenizer.flush()
+        self._leave(expired)
         plan = self.scheduler.schedule()
         for seq in self.scheduler.preempted:
             self._release_draft(seq)
-        assert plan, "a step was asked for, but no sequence has work that fits the pool"
+        if not plan:
+            assert expired, "a step was asked for, but no sequence has work that fits the pool"
+            return expired
         try:
             self._run(plan)
+            finished = [share.seq for share in plan if share.seq.is_finished]
+            self._leave(finished)
         except BaseException:
             # what the step had begun is unknown: finished sequences leave, the others start over
             self.failed = [share.seq for share in plan]
@@ -199,11 +209,15 @@ class Engine:
                 else:
                     self.scheduler.preempt(share.seq)
             raise
-        finished = [share.seq for share in plan if share.seq.is_finished]
+        return expired + finished
+
+    def _leave(self, finished: list[Sequence]) -> None:
+        """Take finished sequences out; what they computed stays cached."""
+        if self.prefixes is not None and finished:
+            finish_rows(finished, self.prefixes, self.drafter, self.config.max_kv_ttl_s, self.clock())
         for seq in finished:
             self.scheduler.remove(seq)
             self._release_draft(seq)
-        return finished
 
     def _run(self, plan: list[ScheduledSequence]) -> None:
         """Propose, run, verify and commit for the scheduled sequences."""
@@ -216,14 +230,19 @@ class Engine:
         self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output, index)
+            if self.prefixes is not None and not share.seq.is_finished:
+                self.prefixes.index(share.seq)
         self.times.propose += proposed - started
         self.times.target += ran - proposed
         self.times.verify += time.perf_counter() - ran
         self.times.steps += 1
 
     def audit(self) -> None:
-        """Check the KV bookkeeping: every block owned once or free."""
-        self.blocks.audit([seq.block_table for seq in [*self.scheduler.running, *self.scheduler.waiting]])
+        """Check the KV bookkeeping: every block is free, cached, or held by as many texts as it says."""
+        sequences = [*self.scheduler.running, *self.scheduler.waiting]
+        self.blocks.audit([seq.block_table for seq in sequences])
+        if self.prefixes is not None:
+            self.prefixes.audit(self.blocks, sequences)
 
     def add(self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None) -> Sequence:
         """Queue one request; `step` works on it.
@@ -245,6 +264,7 @@ class Engine:
         """
         seq = self.admission.make_sequence(self._next_id, prompt, params)
         seq.options = options or RequestOptions()
+        seq.prefix_use = prefix_use(seq, self.prefixes, self.drafter)
         if seq.options.deadline_s is not None:
             seq.deadline = self.clock() + seq.options.deadline_s
         self._next_id += 1
@@ -255,17 +275,9 @@ class Engine:
     ) -> list[Sequence]:
         if isinstance(prompts, str):
             raise SpecdecError("prompts must be a list; wrap a single prompt in [...]")
-        if params is None or isinstance(params, SamplingParams):
-            each: list[SamplingParams] = [params or SamplingParams()] * len(prompts)
-        else:
-            each = list(params)
-        if len(each) != len(prompts):
-            raise SpecdecError(
-                f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one each"
-            )
         added: list[Sequence] = []
         try:
-            for prompt, chosen in zip(prompts, each, strict=True):
+            for prompt, chosen in zip(prompts, one_each(params, len(prompts)), strict=True):
                 added.append(self.add(prompt, chosen))
         except SpecdecError:
             self.abort(added)
@@ -316,9 +328,8 @@ class Engine:
         accepted = result.accepted_nodes if result else []
         root_row = row + share.num_rows - 1
         if output.taps is not None and seq.spec is not None:
-            seq.pending_states.append(
-                output.taps[[*range(row, root_row + 1), *(root_row + node for node in accepted)]]
-            )
+            rows = [*range(row, root_row + 1), *(root_row + node for node in accepted)]
+            seq.add_states(output.taps[rows], self.config.block_size)
         was_prefill = share.is_prefill
         seq.num_computed += share.num_rows + len(accepted)
         if result is not None:
@@ -345,7 +356,9 @@ class Engine:
                 "engine that is shared"
             )
 
-    def _make_drafter(self, draft: str | Path | Callable[[TargetView], Drafter] | None) -> Drafter | None:
+    def _make_drafter(
+        self, draft: str | Path | Callable[[TargetView], Drafter] | None, num_blocks: int
+    ) -> Drafter | None:
         if draft is None:
             return None
         view = TargetView(
@@ -354,7 +367,7 @@ class Engine:
             head_weight=self.decoder.head_weight,
             fingerprint=folder_fingerprint(self.target_folder),
             template_hash=self.encoder.template_hash,
-            num_blocks=self.blocks.num_blocks,
+            num_blocks=num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
             dtype=self.decoder.dtype,

@@ -48,6 +48,11 @@ class PagedKVCache:
             target = torch.tensor(target_slots, device=self.data.device)
             self.data[:, :, :, target] = self.data[:, :, :, source]
 
+    def block_views(self, block: int) -> list[Tensor]:
+        """What the cache holds of one block, in views that can be read and written."""
+        size = self.block_size
+        return [self.data[:, :, :, block * size : (block + 1) * size]]
+
     @property
     def size_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()

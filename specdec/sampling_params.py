@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -240,3 +240,16 @@ def _check_ids(name: str, ids: Iterable[Any], empty: bool = True) -> None:
         raise SpecdecError(f"{name} ({len(listed)} entries) must be {low}..{MAX_LISTED_IDS} token ids")
     for token_id in listed:
         _check_int(name, token_id, 0, (1 << 31) - 1)
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Parameters for `count` prompts, given once or one each.
+
+    Raises:
+        SpecdecError: another number of them.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise SpecdecError(f"{count} prompts but {len(params)} sampling parameters; give one, or one each")
+    return list(params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from specdec.config import SpecConfig
 from specdec.errors import SpecdecError
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from specdec.verification.rules import BoundRule
 
 
+# which rows of a sequence's blocks the prefix cache may give and take: those of the target, also those of a
+# drafter that reads taps, or none
+PrefixUse = Literal["none", "target", "draft"]
+
+
 class SequenceStatus(enum.Enum):
     """Where a sequence is in its life."""
 
@@ -46,6 +51,10 @@ class Sequence:
     when its text depends on what was drafted. `processor` is None when nothing but temperature and filters
     changes the target's logits; `simulated` draws accepted lengths in the rule's place, for measurements of
     speed; `logprobs` has an entry per output token when they were asked for.
+
+    Prefix cache: `num_indexed` blocks of the table hold final rows and may be shared, so nothing at or before
+    their last row is ever written again; every new row goes behind. `boundary_states` holds the target's taps
+    of the last row of blocks that are yet to be indexed, by their place in the table.
     """
 
     seq_id: int
@@ -73,6 +82,11 @@ class Sequence:
     error: str | None = None
     options: RequestOptions = field(default_factory=RequestOptions)
     deadline: float | None = None  # on the engine's clock
+    prefix_use: PrefixUse = "none"
+    block_hashes: list[bytes] = field(default_factory=list)
+    boundary_states: dict[int, Tensor] = field(default_factory=dict)
+    num_indexed: int = 0
+    num_preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens that came out of the prefix cache when first admitted
 
     @property
@@ -85,7 +99,8 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_computed < len(self.token_ids) - 1
+        """Whether its next pass reads text rather than verifies drafts: up to the pass that ends the prompt."""
+        return self.num_output == 0 or self.num_computed < len(self.token_ids) - 1
 
     @property
     def is_finished(self) -> bool:
@@ -100,11 +115,27 @@ class Sequence:
         self.finish_reason = reason
         self.error = error
 
+    def add_states(self, states: Tensor, block_size: int) -> None:
+        """Take the taps `[rows, taps, hidden]` of the next committed rows, before they are counted."""
+        self.pending_states.append(states)
+        if self.prefix_use == "draft":
+            first = self.num_computed
+            for row in range(first, first + len(states)):
+                if (row + 1) % block_size == 0:
+                    # a copy, or every row of the step would be kept with it
+                    self.boundary_states[row // block_size] = states[row - first].clone()
+
+    def drop_rows_behind_the_text(self) -> None:
+        """Uncount rows whose next token was never committed: the end of the text cut the step short."""
+        self.num_computed = min(self.num_computed, len(self.token_ids) - 1)
+
     def reset_cache(self) -> None:
-        """Forget all computed rows (preemption by recomputation)."""
+        """Forget all computed rows (preemption); the prefix cache may give some of them back."""
         self.num_computed = 0
         self.draft_computed = 0
         self.pending_states = []
+        self.boundary_states = {}
+        self.num_indexed = 0
 
 
 def check_prompt(token_ids: SequenceOf[int], vocab_size: int, max_model_len: int) -> None:

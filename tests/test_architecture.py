@@ -28,12 +28,13 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"config", "provenance", "random_streams", "request_options"}),
     frozenset(
-        {"attention", "blocks", "constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
+        {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
+        | {"constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
         | {"divergence", "exact_law", "random_target", "simulated", "stats", "tree", "verification"}
     ),
     frozenset({"drafter", "fetch", "kernels", "requests"}),
-    frozenset({"admission", "hub", "models", "paged_kv", "rule_choice"}),
+    frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),
     frozenset({"acceptance", "engine"}),
