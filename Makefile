@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test check style test-gpu bench clean
+.PHONY: demo test check style test-gpu bench peers clean
 
 demo: $(VENV)/.demo
 	$(BIN)/specdec demo
@@ -34,8 +34,12 @@ bench: $(VENV)/.demo
 	$(BIN)/specdec pull smollm2-135m
 	$(BIN)/specdec bench smollm2-135m --data mt_bench --draft smollm2-135m --draft ngram --draft ngram+smollm2-135m
 
+# environments of the engines that specdec compare starts
+peers:
+	sh cli/peer_scripts/make_environments.sh .peers $(PYTHON)
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .peers build *.egg-info
 
 $(VENV)/.base: $(PINS)
 	$(PYTHON) -m venv $(VENV)

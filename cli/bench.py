@@ -42,6 +42,12 @@ def bench(
         float | None,
         typer.Option(help="Draw accepted lengths with this mean, for speed alone; the text is meaningless."),
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda with a card.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="Numbers of a row that do not depend on the batch."),
+    ] = False,
     transformers: Annotated[
         bool, typer.Option(help="Also decode with transformers generate (greedy, one by one).")
     ] = False,
@@ -74,6 +80,7 @@ def bench(
             "--transformers": transformers,
             "--simulate-acceptance": simulate_acceptance,
             "--out": out,
+            "--deterministic": deterministic,
         }
         for option, value in others.items():
             if value:
@@ -89,6 +96,8 @@ def bench(
             raise UsageError("--exact promises the target's text; --simulate-acceptance writes none")
         if not draft:
             raise UsageError("--simulate-acceptance needs --draft, such as --draft random")
+    if transformers and (device, dtype) != ("cpu", "float32"):
+        raise UsageError("--transformers is float32 on the processor; leave --device and --dtype alone")
     if (shape or rule) and not draft:
         raise UsageError(f"{'--shape' if shape else '--rule'} needs --draft: without one nothing is drafted")
     if transformers and temperature > 0:
@@ -113,6 +122,9 @@ def bench(
             warm_up=warm_up,
             adaptive=adaptive,
             simulate_acceptance=simulate_acceptance,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
             transformers=transformers,
             out=out,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec.cli.console import print_table, progress, say
+from specdec.cli.console import format_interval, print_table, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file, require_shorter
 from specdec.cli.measure import (
     PLAIN,
@@ -23,6 +23,7 @@ from specdec.cli.measure import (
 )
 from specdec.cli.outputs import require_not_input, require_writable
 from specdec.cli.shapes import check_simulation, parse_shape, simulation_notice
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
@@ -58,6 +59,23 @@ class BenchPlan:
     transformers: bool
     out: Path | None
     simulate_acceptance: float | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    deterministic: bool = False
+
+    def engine_config(self) -> EngineConfig:
+        """What every setting's engine has in common.
+
+        Raises:
+            UsageError: a device or dtype that this machine or version lacks.
+        """
+        with usage_errors(flags_of({"device": 0, "dtype": 0, "deterministic": 0}, {})):
+            return EngineConfig(
+                allow_lossy=self.lossy,
+                device=self.device,
+                dtype=self.dtype,
+                deterministic=self.deterministic,
+            )
 
 
 def bench_prompts(encoder: PromptEncoder, data: str, limit: int | None) -> list[BenchPrompt]:
@@ -105,6 +123,7 @@ def settings_of(plan: BenchPlan) -> list[Setting]:
 def run_bench(plan: BenchPlan) -> dict[str, Any]:
     """Measure, print the table, write `--out`; returns the summary for the JSON line."""
     settings = settings_of(plan)
+    plan.engine_config()
     if plan.out is not None:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
@@ -128,7 +147,7 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
         params,
         batch_size=plan.batch_size,
         max_prompt=len(longest.token_ids),
-        engine_config=EngineConfig(allow_lossy=plan.lossy),
+        engine_config=plan.engine_config(),
         simulate=plan.simulate_acceptance,
     )
     if plan.transformers:
@@ -176,6 +195,8 @@ def _details(
             "warm_up_batches": plan.warm_up,
             "adaptive": plan.adaptive,
             "simulate_acceptance": plan.simulate_acceptance,
+            "device": plan.device,
+            "deterministic": plan.deterministic,
             "shapes": plan.shapes,
             "rules": plan.rules,
             "knobs": plan.knobs,
@@ -200,11 +221,11 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
                 one["setting"],
                 one["rule"] if one["lossless"] or "simulated" in one else f"{one['rule']}, lossy",
                 acceptance["acceptance_length"],
-                _interval(acceptance["acceptance_length_interval"]),
+                format_interval(acceptance["acceptance_length_interval"]),
                 acceptance["acceptance_rate"],
                 one["tokens_per_second"],
                 one.get("speedup"),
-                _interval(one.get("speedup_interval")),
+                format_interval(one.get("speedup_interval")),
                 f"{one['identical']}/{one['prompts']}" if "identical" in one else None,
             ]
         )
@@ -215,7 +236,7 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
     )
     title = (
         f"{simulated}{plan.target}, {plan.data}, {figures[0]['prompts']} prompts x {plan.max_tokens} tokens, "
-        f"batch {plan.batch_size}, {engine.config.dtype}, {torch.get_num_threads()} threads; speedup and "
+        f"batch {plan.batch_size}, {_where(engine)}; speedup and "
         "identical against plain; 95 % intervals over prompts"
     )
     columns = [
@@ -232,5 +253,8 @@ def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> No
     print_table(title, columns, rows)
 
 
-def _interval(bounds: tuple[float, float] | None) -> str | None:
-    return None if bounds is None else f"{bounds[0]:.2f}..{bounds[1]:.2f}"
+def _where(engine: Engine) -> str:
+    """Precision and hardware in words, for a table's title."""
+    if engine.config.device == "cpu":
+        return f"{engine.config.dtype}, {torch.get_num_threads()} threads"
+    return f"{engine.config.dtype}, {torch.cuda.get_device_name(engine.config.device)}"

@@ -111,6 +111,11 @@ def format_cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def format_interval(bounds: tuple[float, float] | None) -> str | None:
+    """Write an interval as one table cell; None where there was none to be had."""
+    return None if bounds is None else f"{bounds[0]:.2f}..{bounds[1]:.2f}"
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table for people on stdout; numbers are set to the right.
 

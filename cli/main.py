@@ -39,6 +39,7 @@ import typer
 from specdec import __version__
 from specdec.cli.audit import audit
 from specdec.cli.bench import bench
+from specdec.cli.compare import compare
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.pull import pull
@@ -71,6 +72,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "study": study,
     "generate": generate,
     "bench": bench,
+    "compare": compare,
     "audit": audit,
     "sweep": sweep,
     "rules": rules,

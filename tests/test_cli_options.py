@@ -39,7 +39,11 @@ OPTIONS: dict[str, str] = {
     ),
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
-        "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --transformers --verify-cost --out"
+        "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device --dtype "
+        "--deterministic --transformers --verify-cost --out"
+    ),
+    "compare": (
+        "target --peer --draft --shape --data --limit --max-tokens --repeats --warm-up --adaptive --out"
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --shape --batch-size --data --limit "

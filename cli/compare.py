@@ -1,0 +1,67 @@
+"""`specdec compare`: this engine beside others, on the same prompts in one run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.errors import UsageError
+
+
+def compare(
+    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="transformers, transformers-lookup, vllm[:PYTHON][,method=ngram,k=3], "
+            "llama.cpp[:PYTHON][,gguf=FILE], or url:http://HOST:PORT of a server; may be repeated."
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Also decode speculatively with this draft, as in bench; may be repeated."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES; may be repeated [default: chain:3]."),
+    ] = None,
+    data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens every engine writes for each prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Times every prompt is decoded; medians are used.")] = 1,
+    warm_up: Annotated[int, typer.Option(min=0, help="Uncounted prompts before the first.")] = 1,
+    adaptive: Annotated[
+        bool, typer.Option(help="Let a sequence stop speculating while it does not pay, as served.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
+    ] = None,
+) -> None:
+    """Measure this engine and others on the same prompts: greedy, one at a time, equal numbers of tokens.
+
+    Each engine runs in an environment of its own (`make peers` makes them; SPECDEC_PEERS names their folder)
+    and gets the same token ids; engines take turns prompt by prompt. Example:
+
+    specdec compare smollm2-135m --draft smollm2-135m --peer transformers --peer vllm --peer llama.cpp
+    """
+    from specdec.cli.compare_run import ComparePlan, run_compare
+    from specdec.cli.console import emit_json
+
+    if not peer:
+        raise UsageError("--peer is needed: name an engine to compare with, such as --peer transformers")
+    if shape and not draft:
+        raise UsageError("--shape needs --draft: without one nothing is drafted")
+    plan = ComparePlan(
+        target=target,
+        peers=peer,
+        drafts=draft or [],
+        shapes=shape or ["chain:3"],
+        data=data,
+        limit=limit,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        warm_up=warm_up,
+        adaptive=adaptive,
+        out=out,
+    )
+    emit_json(run_compare(plan))

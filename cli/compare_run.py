@@ -1,0 +1,307 @@
+"""One comparison: our engine and its peers on the same prompts, taking turns prompt by prompt.
+
+What makes it fair: every engine gets the same token ids (the target's template, rendered once), writes the
+same number of new tokens greedily without an end before, starts each prompt from nothing (no prefix cache),
+and has the same number of threads. Tokens are counted as ids. Seconds are those of each engine's own call,
+its prompt pass included; a server's include HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from specdec.cli.bench_run import bench_prompts
+from specdec.cli.bootstrap import ratio_interval, speedup_interval
+from specdec.cli.console import format_interval, print_table, progress, say
+from specdec.cli.datasets import prompt_file, require_shorter
+from specdec.cli.measure import (
+    PLAIN,
+    BenchPrompt,
+    Decode,
+    Measured,
+    Setting,
+    make_decoders,
+    per_prompt,
+    run_interleaved,
+)
+from specdec.cli.outputs import require_not_input, require_writable
+from specdec.cli.peer_servers import PeerServer
+from specdec.cli.peers import Peer, PeerProcess, parse_peer, setup_of
+from specdec.cli.shapes import parse_shape
+from specdec.config import EngineConfig, ModelConfig, SpecConfig
+from specdec.engine import Engine
+from specdec.errors import UsageError
+from specdec.hub import resolve_target
+from specdec.provenance import RunRecord, sha256_file, versions, write_json_atomic
+from specdec.random_target import is_random
+from specdec.requests import PromptEncoder
+from specdec.sequence import SamplingParams
+from specdec.stats import SpecStats
+
+SCHEMA = "specdec.compare/1"
+OURS = "specdec"
+# threads of the engine before keep their cores awake this long (OpenMP's block time is 0.2 s)
+SETTLE_S = 0.3
+DEFINITIONS = {
+    "tokens_per_second": "new tokens / seconds of the engine's own calls, prompt passes included, medians "
+    "over repeats; interval: 95 % bootstrap over prompts",
+    "relative": "tokens per second over those of specdec without speculation, paired by prompt",
+    "speedup": "tokens per second over those of the same engine without speculation, paired by prompt",
+    "identical": "prompts whose tokens are, one by one, those of specdec without speculation",
+    "common_prefix": "tokens before the first that differs from specdec without speculation, mean",
+    "acceptance_length": "committed tokens a verify step; only of our engine, whose steps are counted",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparePlan:
+    """What to compare; the fields are the options of `specdec compare`."""
+
+    target: str
+    peers: list[str]
+    drafts: list[str]
+    shapes: list[str]
+    data: str
+    limit: int | None
+    max_tokens: int
+    repeats: int
+    warm_up: int
+    adaptive: bool
+    out: Path | None
+
+
+def our_settings(plan: ComparePlan) -> list[Setting]:
+    """Plain decoding, and every draft in every shape."""
+    shapes = {shape: parse_shape(shape, SpecConfig(adaptive=plan.adaptive)) for shape in plan.shapes}
+    return [
+        Setting(name=PLAIN, draft=None, spec=None),
+        *(
+            Setting(name=f"{draft} {shape}", draft=draft, spec=spec)
+            for draft in plan.drafts
+            for shape, spec in shapes.items()
+        ),
+    ]
+
+
+def run_compare(plan: ComparePlan) -> dict[str, Any]:
+    """Start the engines, measure, print the table, write `--out`; returns the summary for the JSON line.
+
+    Raises:
+        SpecdecError: an engine that does not start, fails, or writes another number of tokens.
+    """
+    peers = [parse_peer(text) for text in plan.peers]
+    settings = our_settings(plan)
+    if len({peer.name for peer in peers}) != len(peers) or len({one.name for one in settings}) != len(
+        settings
+    ):
+        raise UsageError("--peer, --draft and --shape must not name the same thing twice")
+    if plan.out is not None:
+        require_writable("--out", plan.out)
+        require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
+    folder = resolve_target(plan.target)
+    if is_random(folder):
+        raise UsageError(f"TARGET ({plan.target}) has no weights that another engine could read")
+    encoder = PromptEncoder(folder)
+    prompts = bench_prompts(encoder, plan.data, plan.limit)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    context = ModelConfig.from_folder(folder).max_position_embeddings
+    lengths = {prompt.id: len(prompt.token_ids) + plan.max_tokens - 1 for prompt in prompts}
+    require_shorter("--data", plan.data, lengths, context)
+    setups = {
+        peer.name: setup_of(
+            peer,
+            target=plan.target,
+            folder=folder,
+            max_model_len=min(context, longest + plan.max_tokens + 16),
+            threads=torch.get_num_threads(),
+        )
+        for peer in peers
+        if peer.kind != "url"
+    }
+    plain, ours = make_decoders(
+        str(folder),
+        settings,
+        SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, ignore_eos=True),
+        batch_size=1,
+        max_prompt=longest,
+        engine_config=EngineConfig(),
+    )
+    decoders = {f"{OURS} {name}": settled(decode) for name, decode in ours.items()}
+    facts: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        for peer in peers:
+            say(f"starting {peer.name}")
+            engine = _start(peer, setups.get(peer.name), encoder)
+            stack.callback(engine.close)
+            facts[peer.name] = engine.facts
+            decoders[peer.name] = settled(peer_decoder(engine, plan.max_tokens))
+        with progress("prompts", plan.repeats * len(prompts)) as bar:
+            results = run_interleaved(
+                decoders,
+                prompts,
+                batch_size=1,
+                repeats=plan.repeats,
+                warm_up=plan.warm_up,
+                on_progress=bar.update,
+            )
+    bases = {f"{OURS} {one.name}": f"{OURS} {PLAIN}" for one in settings} | _bases(peers)
+    figures = [summarise(name, results, plan.max_tokens, bases.get(name)) for name in decoders]
+    for one in figures:
+        one["engine_facts"] = facts.get(one["engine"]) or our_facts(plain)
+    _print(plan, figures, len(prompts))
+    summary = {"schema": SCHEMA, "target": plan.target, "data": plan.data, "engines": figures}
+    if plan.out is not None:
+        record = RunRecord.collect(
+            dtype="float32",
+            template_hash=encoder.template_hash,
+            data_hash=sha256_file(prompt_file(plan.data)),
+            defaults={
+                "max_tokens": plan.max_tokens,
+                "repeats": plan.repeats,
+                "warm_up_prompts": plan.warm_up,
+                "adaptive": plan.adaptive,
+                "shapes": plan.shapes,
+                "settle_seconds": SETTLE_S,
+                "threads": torch.get_num_threads(),
+            },
+        )
+        details = {name: per_prompt(name, results, prompts) for name in decoders}
+        write_json_atomic(
+            plan.out,
+            {**summary, "run": record.to_dict(), "definitions": DEFINITIONS, "per_prompt": details},
+        )
+        say(f"written: {plan.out}")
+    return summary
+
+
+def peer_decoder(engine: PeerProcess | PeerServer, max_tokens: int) -> Decode:
+    """Decode with another engine, prompt after prompt."""
+
+    def decode(batch: Sequence[BenchPrompt]) -> list[Measured]:
+        measured = []
+        for prompt in batch:
+            new, seconds = engine.answer(prompt.id, prompt.token_ids, max_tokens)
+            measured.append(Measured(token_ids=new, seconds=seconds, stats=SpecStats()))
+        return measured
+
+    return decode
+
+
+def settled(decode: Decode) -> Decode:
+    """The same, after the threads of the engine before it have gone to sleep."""
+
+    def waiting(batch: Sequence[BenchPrompt]) -> list[Measured]:
+        time.sleep(SETTLE_S)
+        return decode(batch)
+
+    return waiting
+
+
+def _start(peer: Peer, setup: dict[str, Any] | None, encoder: PromptEncoder) -> PeerProcess | PeerServer:
+    if setup is None:
+        return PeerServer(peer, encoder.encode)
+    return PeerProcess(peer, setup, threads=torch.get_num_threads())
+
+
+def _bases(peers: Sequence[Peer]) -> dict[str, str]:
+    """For each peer the plain one of its family, if it is among them."""
+    plain = {peer.family: peer.name for peer in peers if peer.is_plain}
+    return {peer.name: plain[peer.family] for peer in peers if peer.family in plain}
+
+
+def our_facts(engine: Engine) -> dict[str, Any]:
+    """What peers say of themselves, of our engine."""
+    packed, matrices = engine.decoder.num_packed, engine.decoder.num_packed + engine.decoder.num_plain
+    return {
+        "engine": f"specdec {versions()['specdec']}",
+        "versions": {"torch": torch.__version__},
+        "weights": engine.config.dtype,
+        "settings": {
+            "threads": torch.get_num_threads(),
+            "matrices_held_in_fp16": packed,
+            "matrices": matrices,
+        },
+    }
+
+
+def summarise(
+    name: str, results: dict[str, list[list[Measured]]], max_tokens: int, base: str | None
+) -> dict[str, Any]:
+    """Figures of one engine (see `DEFINITIONS`); `base` names it without speculation, if measured."""
+    seconds = _seconds(results[name])
+    tokens = [float(max_tokens)] * len(seconds)
+    reference = f"{OURS} {PLAIN}"
+    first = [repeats[0] for repeats in results[name]]
+    expected = [repeats[0].token_ids for repeats in results[reference]]
+    steps = SpecStats()
+    for one in first:
+        steps.add(one.stats)
+    figures: dict[str, Any] = {
+        "engine": name,
+        "prompts": len(first),
+        "tokens": max_tokens * len(first),
+        "tokens_per_second": sum(tokens) / sum(seconds),
+        "tokens_per_second_interval": ratio_interval(tokens, seconds),
+        "relative": None,
+        "relative_interval": None,
+        "speedup": None,
+        "speedup_interval": None,
+        "identical": sum(one.token_ids == ids for one, ids in zip(first, expected, strict=True)),
+        "common_prefix": mean(
+            common_prefix(one.token_ids, ids) for one, ids in zip(first, expected, strict=True)
+        ),
+        "acceptance_length": steps.acceptance_length,
+    }
+    for key, other in (("relative", reference), ("speedup", base)):
+        if other is not None and other != name:
+            theirs = _seconds(results[other])
+            figures[key] = sum(theirs) / sum(seconds)
+            figures[f"{key}_interval"] = speedup_interval(tokens, seconds, tokens, theirs)
+    return figures
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts share from the beginning."""
+    pairs = zip(left, right, strict=False)
+    return next(
+        (index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right))
+    )
+
+
+def _seconds(repeated: list[list[Measured]]) -> list[float]:
+    return [median(one.seconds for one in repeats) for repeats in repeated]
+
+
+def _print(plan: ComparePlan, figures: list[dict[str, Any]], count: int) -> None:
+    title = (
+        f"{plan.target}, {plan.data}, {count} prompts x {plan.max_tokens} tokens, greedy, batch 1, "
+        f"{torch.get_num_threads()} threads, {plan.repeats} interleaved repeats; relative and identical: "
+        f"against {OURS} {PLAIN}; speedup: against the same engine without speculation; 95 % intervals over "
+        "prompts"
+    )
+    columns = ["engine", "weights", "tokens/s", "interval", "relative", "interval", "speedup", "interval"]
+    rows = [
+        [
+            one["engine"],
+            one["engine_facts"]["weights"],
+            one["tokens_per_second"],
+            format_interval(one["tokens_per_second_interval"]),
+            one["relative"],
+            format_interval(one["relative_interval"]),
+            one["speedup"],
+            format_interval(one["speedup_interval"]),
+            f"{one['identical']}/{count}",
+            one["common_prefix"],
+            one["acceptance_length"],
+        ]
+        for one in figures
+    ]
+    print_table(title, [*columns, "identical", "common prefix", "accept length"], rows)
