@@ -22,7 +22,7 @@ from specdec.drafts.checkpoint import LoadedDraft
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.growth import TreeGrowth, start_growth
 from specdec.kernels import paged_attention, store_kv
-from specdec.models.layers import Linear, fits_fp16, packing_available
+from specdec.models.layers import Linear, Storage, fits_fp16, packing_available
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
@@ -42,7 +42,7 @@ class _PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, *, packed: bool) -> None:
         super().__init__()
-        self._linear = Linear(weight, None, packed=packed)
+        self._linear = Linear(weight, None, Storage.FP16 if packed else Storage.PLAIN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._linear(x)
@@ -87,7 +87,8 @@ class Eagle3Drafter:
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
         output_rows = head.head_weight.detach().float()
-        self._output = Linear(output_rows, None, packed=packed and fits_fp16(output_rows))
+        storage = Storage.FP16 if packed and fits_fp16(output_rows) else Storage.PLAIN
+        self._output = Linear(output_rows, None, storage)
         _pack_linears(head, packed=packed)
         self._cache = PagedKVCache(
             num_layers=1,

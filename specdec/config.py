@@ -16,6 +16,7 @@ from specdec.provenance import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+WEIGHTS = ("auto", "fp16-packed", "plain", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +228,12 @@ class EngineConfig:
     text's law. `deterministic` makes a row's numbers independent of what else the pass carries, so that
     greedy speculative text is plain text in every dtype, at a cost in speed. `simulate_acceptance` draws how
     many drafts a step accepts, so that it commits that many tokens on average (see `specdec.simulated`): for
-    measurements of speed, the text is meaningless.
+    measurements of speed, the text is meaningless. `kernels` says what computes: Triton ("auto" on a card; on
+    the cpu only interpreted, for tests), its references in plain torch, or ("auto" on the cpu) the
+    processor's own path. `weights` says how matrices are held on the cpu: as packed
+    fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype elsewhere), in
+    the compute dtype ("plain"), or rounded to "int8": another model than the one that was named, in which a
+    row's numbers also depend on the rows beside it.
     """
 
     prefix_cache: bool = True
@@ -243,7 +249,7 @@ class EngineConfig:
     kv_memory_bytes: int = 2 << 30
     device: str = "cpu"
     dtype: str = "float32"
-    packed_weights: bool = True
+    weights: str = "auto"
     allow_lossy: bool = False
     deterministic: bool = False
     simulate_acceptance: float | None = None
@@ -269,10 +275,16 @@ class EngineConfig:
             )
         if self.kv_tokens is not None:
             _check_range("kv_tokens", self.kv_tokens, self.block_size, 1 << 32)
-        if self.device != "cpu":
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise SpecdecError(f"device ({self.device!r}) must be 'cpu', 'cuda' or 'cuda:N'")
+        if self.kernels not in ("auto", "triton", "reference"):
+            raise SpecdecError(f"kernels ({self.kernels!r}) must be auto, triton or reference")
+        if self.weights not in WEIGHTS:
+            raise SpecdecError(f"weights ({self.weights!r}) must be one of {', '.join(WEIGHTS)}")
+        if self.weights in ("fp16-packed", "int8") and (self.device, self.dtype) != ("cpu", "float32"):
             raise SpecdecError(
-                f"device ({self.device!r}) must be 'cpu': this version serves on the processor only (layer "
-                "selection and training also run on a GPU)"
+                f"weights ({self.weights!r}) need device 'cpu' and dtype 'float32', not {self.device!r} and "
+                f"{self.dtype!r}; use 'auto'"
             )
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")

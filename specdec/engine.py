@@ -101,7 +101,7 @@ class Engine:
                 max_model_len=self.max_model_len,
                 dtype=dtype,
                 device=self.config.device,
-                packed=self.config.packed_weights,
+                weights=self.config.weights,
                 deterministic=self.config.deterministic,
             )
         num_blocks = pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
@@ -342,7 +342,7 @@ class Engine:
         pairs = {
             "dtype": (self.config.dtype, share.config.dtype),
             "device": (self.config.device, share.config.device),
-            "packed_weights": (self.config.packed_weights, share.config.packed_weights),
+            "weights": (self.config.weights, share.config.weights),
             "deterministic": (self.config.deterministic, share.config.deterministic),
         }
         for name, (ours, theirs) in pairs.items():
@@ -372,7 +372,8 @@ class Engine:
             max_model_len=self.max_model_len,
             dtype=self.decoder.dtype,
             device=self.config.device,
-            packed=self.config.packed_weights,
+            packed=self.config.weights != "plain",
+            operations=self.operations,
         )
         if callable(draft):
             return draft(view)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.models.decoder import Decoder, ForwardBatch
-from specdec.models.layers import ROW_MULTIPLE
 from specdec.paged_kv import PagedKVCache
 from specdec.scheduler import ScheduledSequence
 from specdec.tree import DraftTree, ancestor_mask
@@ -85,13 +84,14 @@ class ModelRunner:
             logits_start.append(len(wanted) if share.reaches_root else -1)
             if share.reaches_root:
                 wanted += range(start + share.num_rows - 1, start + rows)
-        padding = -len(token_ids) % ROW_MULTIPLE
+        padding = -len(token_ids) % self.decoder.row_multiple
         batch = ForwardBatch(
             token_ids=torch.tensor(token_ids + [0] * padding),
             positions=torch.tensor(positions + [0] * padding),
             longest=max(positions) + 1,
             slots=torch.tensor(slots),
             attention=attention,
+            first_slot=slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
         )
         hidden, taps = self.decoder.forward(batch, self.cache, self.boundaries)
         return StepOutput(self._logits(hidden, wanted), logits_start, taps, row_start)
@@ -99,7 +99,7 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, wanted: list[int]) -> Tensor:
         if not wanted:
             return hidden.new_empty(0, self.decoder.config.vocab_size)
-        padding = -len(wanted) % ROW_MULTIPLE
+        padding = -len(wanted) % self.decoder.row_multiple
         rows = torch.tensor(wanted + wanted[-1:] * padding)
         return self.decoder.logits(hidden[rows])[: len(wanted)]
 

@@ -8,6 +8,7 @@ Shapes: T rows of the batch (all sequences' new tokens, one after the other).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,20 @@ from torch.nn import functional as F
 
 from specdec.attention import SequenceAttention
 from specdec.config import ModelConfig
+from specdec.errors import SpecdecError
 from specdec.kernels import paged_attention, store_kv
 from specdec.kernels.invariant import invariant_attention
 from specdec.models.fixed_rows import FixedRowLinear
-from specdec.models.layers import Linear, fits_fp16, packing_available, rms_norm
+from specdec.models.layer_loop import LayerLoop, LayerWeights, attention_lists, scripted
+from specdec.models.layers import (
+    ROW_MULTIPLE,
+    Linear,
+    Storage,
+    fits_fp16,
+    packing_available,
+    rms_norm,
+    row_multiple,
+)
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.models.weights import WeightSource, open_weights, stacked, stacked_bias
 from specdec.paged_kv import PagedKVCache
@@ -36,6 +47,7 @@ class ForwardBatch:
         token_ids: int64 [T].
         positions: int64 [T], absolute rotary positions.
         longest: one more than the largest position.
+        first_slot: the first of `slots` if they are known to be consecutive.
         slots: int64 [rows to store]; padding rows come last and have none.
         attention: one entry per sequence, in row order.
     """
@@ -45,6 +57,7 @@ class ForwardBatch:
     longest: int
     slots: Tensor
     attention: list[SequenceAttention]
+    first_slot: int | None = None
 
 
 class DecoderLayer:
@@ -118,21 +131,31 @@ class LinearFactory:
     `deterministic` gives every product the same number of rows (`specdec.models.fixed_rows`).
     """
 
-    def __init__(self, dtype: torch.dtype, device: str, *, packed: bool, deterministic: bool = False) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype, device: str, *, weights: str = "auto", deterministic: bool = False
+    ) -> None:
+        self.dtype, self.device, self.weights = dtype, device, weights
         self.deterministic = deterministic
         self._kind = FixedRowLinear if deterministic else Linear
-        self.wanted = packed and device == "cpu" and dtype == torch.float32
-        self.packed = self.wanted and packing_available()
+        self.wanted = weights != "plain" and device == "cpu" and dtype == torch.float32
+        self.storage = Storage.INT8 if weights == "int8" else Storage.FP16
+        self.packed = self.wanted and packing_available(self.storage)
+        if weights in ("fp16-packed", "int8") and not self.packed:
+            raise SpecdecError(f"weights ({weights!r}) are not available in this torch build; use 'auto'")
         self.num_packed = self.num_plain = 0
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        packed = self.packed and fits_fp16(weight)
+        packed = self.packed and (self.storage is Storage.INT8 or fits_fp16(weight))
+        if self.weights == "fp16-packed" and not packed:
+            raise SpecdecError(
+                "weights ('fp16-packed') need every weight to be an fp16 number, and this target has others; "
+                "use 'auto'"
+            )
         self.num_packed += packed
         self.num_plain += not packed
         if packed:
-            return self._kind(weight, bias, packed=True)
-        return self._kind(self.vector(weight), None if bias is None else self.vector(bias), packed=False)
+            return self._kind(weight, bias, self.storage)
+        return self._kind(self.vector(weight), None if bias is None else self.vector(bias))
 
     def vector(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
@@ -167,13 +190,13 @@ class Decoder:
         max_model_len: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        packed: bool = True,
+        weights: str = "auto",
         deterministic: bool = False,
     ) -> None:
         self.config = config
         self.dtype, self.device = dtype, device
         reader = open_weights(folder, device)
-        make = LinearFactory(dtype, device, packed=packed, deterministic=deterministic)
+        make = LinearFactory(dtype, device, weights=weights, deterministic=deterministic)
         embed = reader.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # kept as stored (a lookup widens the few rows it reads); an fp16 table halves the memory
         self.embed_tokens = embed.to(device) if embed.dtype == torch.float16 else make.vector(embed)
@@ -185,6 +208,30 @@ class Decoder:
         self.num_packed, self.num_plain = make.num_packed, make.num_plain
         make.say_what_is_slower(folder)
         self.rope = RotaryEmbedding(config.rope, max_positions=max_model_len, device=device)
+        self.row_multiple = self._safe_rows(make)
+        # a choice of windows by layer, in order of first appearance
+        self._windows = list(dict.fromkeys(layer.window for layer in self.layers))
+        self._loop = self._layer_loop() if device == "cpu" and not deterministic else None
+
+    def _safe_rows(self, make: LinearFactory) -> int:
+        """To what multiple the rows of a pass are padded, so that a row's products do not depend on it."""
+        if self.num_packed and make.storage is Storage.INT8:
+            return 1  # nothing makes them independent
+        return row_multiple() if self.num_packed and not self.num_plain else ROW_MULTIPLE
+
+    def _layer_loop(self) -> Callable[..., Tensor]:
+        weights = [
+            LayerWeights(
+                matrices=(layer.qkv, layer.out, layer.gate_up, layer.down),
+                input_norm=layer.input_norm,
+                post_norm=layer.post_norm,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                bias_list=self._windows.index(layer.window),
+            )
+            for layer in self.layers
+        ]
+        return scripted(LayerLoop(weights, self.config.head_dim, self.config.rms_norm_eps))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token embeddings [T, hidden] in the compute dtype."""
@@ -199,6 +246,36 @@ class Decoder:
             The residual stream after the last layer [T, hidden] (not normed), and the taps
             [T, boundaries, hidden] in the order of `boundaries` (None without any).
         """
+        if self._loop is None:
+            return self.forward_by_layer(batch, cache, boundaries)
+        x = self.embed(batch.token_ids)
+        cos, sin = self.rope.turned(batch.positions, batch.longest)
+        taps = x.new_empty(x.shape[0], len(boundaries), x.shape[1])
+        lists = attention_lists(batch.attention, self._windows, self.dtype)
+        first_slot = batch.first_slot
+        x = self._loop(
+            x,
+            cos.to(self.dtype),
+            sin.to(self.dtype),
+            self.config.head_dim**-0.5,
+            cache.data,
+            batch.slots,
+            -1 if first_slot is None else first_slot,
+            lists.starts,
+            lists.counts,
+            lists.first_slots,
+            lists.lengths,
+            lists.gathers,
+            lists.biases,
+            taps,
+            list(boundaries),
+        )
+        return x, taps if boundaries else None
+
+    def forward_by_layer(
+        self, batch: ForwardBatch, cache: PagedKVCache, boundaries: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `forward` computes, one layer after the other in Python: any device, and `deterministic`."""
         cos, sin = self.rope.cos_sin(batch.positions, batch.longest)
         cos, sin = cos.to(self.dtype), sin.to(self.dtype)
         x = self.embed(batch.token_ids)

@@ -1,46 +1,93 @@
 """Building blocks of the decoder: linear layers in the storage their weights allow, RMS norm.
 
 A packed linear holds fp16 weights for FBGEMM and computes in fp32: exact products of the stored
-weights, half the memory traffic of fp32. It is used only where every weight is an fp16 number.
+weights, half the memory traffic of fp32. It is used only where every weight is an fp16 number. An int8 one
+rounds the weights (a scale per output) and, at every call, the activations (one scale for all rows): another
+model than the one that was loaded, and a row's result depends on the rows beside it.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 ROW_MULTIPLE = 4  # rows of a product padded to this give the same bits whatever their number (FBGEMM)
+PROBE_ROWS = 40  # row counts compared by `row_multiple`: more than two blocks of any of FBGEMM's kernels
+
+
+class Storage(IntEnum):
+    """How a matrix is held."""
+
+    PLAIN = 0  # in the compute dtype
+    FP16 = 1
+    INT8 = 2
 
 
 class Linear:
-    """y = x W^T + b for x [rows, in_features], weight [out_features, in_features]."""
+    """y = x W^T + b for x [rows, in_features], weight [out_features, in_features].
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool) -> None:
+    `weight` and `bias` of a packed one are inside `packed`, and None here.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage = Storage.PLAIN) -> None:
         self.out_features, self.in_features = weight.shape
-        self.packed = packed
-        if packed:
-            self._packed = torch.ops.quantized.linear_prepack_fp16(
-                weight.float(), None if bias is None else bias.float()
-            )
+        self.storage = storage
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.packed: torch.ScriptObject | None = None
+        wide_bias = None if bias is None else bias.float()
+        if storage is Storage.FP16:
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), wide_bias)
+        elif storage is Storage.INT8:
+            self.packed = torch.ops.quantized.linear_prepack(_to_int8(weight.float()), wide_bias)
         else:
             self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
-            return torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
+        if self.storage is Storage.FP16:
+            return torch.ops.quantized.linear_dynamic_fp16.default(x, self.packed)
+        if self.storage is Storage.INT8:
+            return torch.ops.quantized.linear_dynamic.default(x, self.packed)
+        assert self.weight is not None, "a plain matrix has its weight"
         return F.linear(x, self.weight, self.bias)
 
 
-def packing_available() -> bool:
-    """Whether this torch build has the FBGEMM fp16 linear for this processor."""
+def _to_int8(weight: Tensor) -> Tensor:
+    """Round each output's weights to 255 steps between minus and plus its largest."""
+    scales = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny).double() / 127
+    points = torch.zeros(len(scales), dtype=torch.int64)
+    return torch.quantize_per_channel(weight, scales, points, axis=0, dtype=torch.qint8)
+
+
+def packing_available(storage: Storage = Storage.FP16) -> bool:
+    """Whether this torch build has FBGEMM's packed linear for this processor."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     try:
-        probe = Linear(torch.ones(4, 4), None, packed=True)
+        probe = Linear(torch.ones(4, 4), None, storage)
         return bool(torch.equal(probe(torch.ones(4, 4)), torch.full((4, 4), 4.0)))
     except (RuntimeError, NotImplementedError):
         return False
+
+
+@lru_cache(maxsize=1)
+def row_multiple() -> int:
+    """To what number of rows packed fp16 products must be padded, so that a row's bits do not depend on it.
+
+    1 where this processor's kernels were seen to give every row the same bits at every number of rows (those
+    for AVX-512 do), else `ROW_MULTIPLE`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # both sizes are no multiple of the kernels' blocks, and a row is longer than one block of a sum
+    matrix = Linear(torch.randn(330, 1100, generator=generator).half(), None, Storage.FP16)
+    x = torch.randn(PROBE_ROWS, 1100, generator=generator)
+    alone = torch.cat([matrix(x[row : row + 1]) for row in range(PROBE_ROWS)])
+    same = all(torch.equal(matrix(x[:rows]), alone[:rows]) for rows in range(2, PROBE_ROWS + 1))
+    return 1 if same else ROW_MULTIPLE
 
 
 def fits_fp16(weight: Tensor) -> bool:

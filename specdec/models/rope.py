@@ -44,6 +44,13 @@ class RotaryEmbedding:
             self._cos, self._sin = self._tables(max(longest, 2 * self._cos.shape[0]))
         return self._cos[positions], self._sin[positions]
 
+    def turned(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Like `cos_sin`, for halves that are swapped and not negated: [tokens, 1, head_dim] each."""
+        cos, sin = self.cos_sin(positions, longest)
+        half = sin.shape[1] // 2
+        sin[:, :half].neg_()
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves of each head: x [tokens, heads, head_dim], cos and sin [tokens, head_dim]."""

@@ -155,7 +155,7 @@ def _share(queries: int, context: int, rows: list[int], mask: torch.Tensor | Non
 @pytest.mark.parametrize("rows", [1, 3, FIXED_ROWS, FIXED_ROWS + 5])
 def test_fixed_rows_compute_every_row_as_alone(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
-    linear = FixedRowLinear(torch.randn(24, 40, generator=generator), None, packed=False)
+    linear = FixedRowLinear(torch.randn(24, 40, generator=generator), None)
     x = torch.randn(rows, 40, generator=generator)
     together = linear(x)
     assert together.shape == (rows, 24)

@@ -52,7 +52,7 @@ def run_decoder(
     folder: Path, ids: list[int], *, packed: bool = False, chunks: list[int] | None = None
 ) -> Any:
     """Logits [tokens, vocab] and taps [tokens, N + 1, hidden] of our decoder over paged KV, in chunks."""
-    engine = Engine(folder, config=EngineConfig(kv_tokens=256, packed_weights=packed))
+    engine = Engine(folder, config=EngineConfig(kv_tokens=256, weights="auto" if packed else "plain"))
     decoder, config = engine.decoder, engine.model_config
     cache = PagedKVCache(
         num_layers=config.num_layers,

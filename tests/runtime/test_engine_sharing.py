@@ -81,8 +81,8 @@ def test_engines_that_share_a_target_must_agree_on_it(tiny_llama: Path, expected
     assert second.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected[0]
     with pytest.raises(SpecdecError, match=r"max_model_len \(256\).*128"):
         Engine(first, config=EngineConfig(max_model_len=256))
-    with pytest.raises(SpecdecError, match="packed_weights"):
-        Engine(first, config=EngineConfig(max_model_len=128, packed_weights=False))
+    with pytest.raises(SpecdecError, match="weights"):
+        Engine(first, config=EngineConfig(max_model_len=128, weights="plain"))
 
 
 def test_a_request_may_bring_its_own_shape(tiny_llama: Path, expected: list[list[int]]) -> None:
