@@ -73,12 +73,10 @@ def load_drafter(spelling: str, target: TargetView) -> Drafter:
 
 
 def _load_head(name: str, target: TargetView) -> Drafter:
-    from specdec.drafts.eagle3_drafter import Eagle3Drafter
-
     if name == RANDOM:
         from specdec.drafts.random_head import random_head
 
-        return Eagle3Drafter(random_head(target), target)
+        return _serve(random_head(target), target)
     folder = draft_folder(name)
     draft = load_draft(folder, target.embed_tokens, target.head_weight, target_fingerprint=target.fingerprint)
     trained = draft.contract.template_hash
@@ -90,4 +88,15 @@ def _load_head(name: str, target: TargetView) -> Drafter:
             trained[:12],
             target.template_hash[:12],
         )
+    return _serve(draft, target)
+
+
+def _serve(draft: LoadedDraft, target: TargetView) -> Drafter:
+    """The drafter of a loaded head, for the path the engine serves on."""
+    if target.operations is not None:
+        from specdec.drafts.eagle3_device import DeviceEagle3Drafter
+
+        return DeviceEagle3Drafter(draft, target, target.operations)
+    from specdec.drafts.eagle3_drafter import Eagle3Drafter
+
     return Eagle3Drafter(draft, target)

@@ -82,7 +82,7 @@ class Eagle3Drafter:
                 self._context,
                 target.max_model_len,
             )
-        self.fingerprint = _fingerprint(head)
+        self.fingerprint = head_fingerprint(head)
         self._vocab = head.vocab
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
         packed = target.packed and target.device == "cpu" and packing_available()
@@ -262,7 +262,8 @@ class Eagle3Drafter:
         return self._layer(self._head.feedback(parents), tokens, positions, slots, attention)
 
 
-def _fingerprint(head: Eagle3Head) -> str:
+def head_fingerprint(head: Eagle3Head) -> str:
+    """Hash of a head's configuration and weights."""
     digest = hashlib.sha256(repr(head.config).encode())
     for name, tensor in sorted(head.state_dict().items()):
         digest.update(

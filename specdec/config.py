@@ -7,6 +7,7 @@ Knows nothing of tensors.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,7 @@ class EngineConfig:
     weights: str = "auto"
     allow_lossy: bool = False
     deterministic: bool = False
+    kernels: str = "auto"
     simulate_acceptance: float | None = None
     spec: SpecConfig = field(default_factory=SpecConfig)
 

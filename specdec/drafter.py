@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.config import ModelConfig, SpecConfig
+from specdec.kernels.operations import Operations
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
 from specdec.tree import DraftTree
@@ -46,7 +47,10 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class TargetView:
-    """What a drafter may read of the target it drafts for, and the geometry of the shared blocks."""
+    """What a drafter may read of the target it drafts for, and the geometry of the shared blocks.
+
+    `operations` are the kernels of the engine's device path, None on the processor's own.
+    """
 
     config: ModelConfig
     embed_tokens: Tensor
@@ -59,6 +63,7 @@ class TargetView:
     dtype: torch.dtype
     device: str
     packed: bool
+    operations: Operations | None = None
 
 
 class Drafter(Protocol):

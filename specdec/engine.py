@@ -21,6 +21,8 @@ from specdec.acceptance import commit_tokens, verify_step
 from specdec.admission import Admission, pool_blocks
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig
+from specdec.device.runner import DeviceRunner
+from specdec.device.selection import check_deterministic_trees, device_operations
 from specdec.drafter import Drafter, DraftRequest, TargetView
 from specdec.errors import SpecdecError
 from specdec.grammar import GrammarCompiler
@@ -91,6 +93,7 @@ class Engine:
         if self.max_model_len > limit:
             raise SpecdecError(f"max_model_len ({self.max_model_len}) exceeds the target's context ({limit})")
         dtype = DTYPES[self.config.dtype]
+        self.operations = device_operations(self.config, dtype)
         if share is not None:
             self._check_shared(share)
             self.decoder: Decoder = share.decoder
@@ -120,7 +123,12 @@ class Engine:
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
         self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes)
-        self.runner = ModelRunner(self.decoder, cache, self.drafter.boundaries if self.drafter else ())
+        boundaries = self.drafter.boundaries if self.drafter else ()
+        self.runner: ModelRunner = (
+            DeviceRunner(self.decoder, cache, boundaries, self.operations, self.max_model_len)
+            if self.operations
+            else ModelRunner(self.decoder, cache, boundaries)
+        )
         self.admission: Admission = Admission(
             config=self.config,
             model_config=self.model_config,
@@ -263,6 +271,8 @@ class Engine:
             SpecdecError: a prompt that cannot be decoded.
         """
         seq = self.admission.make_sequence(self._next_id, prompt, params)
+        if self.operations and self.drafter and seq.spec:
+            check_deterministic_trees(self.config, self.drafter.makes_chains(seq.spec))
         seq.options = options or RequestOptions()
         seq.prefix_use = prefix_use(seq, self.prefixes, self.drafter)
         if seq.options.deadline_s is not None:

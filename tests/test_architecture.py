@@ -37,7 +37,8 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),
-    frozenset({"acceptance", "engine"}),
+    frozenset({"acceptance", "device"}),
+    frozenset({"engine"}),
     frozenset({"audit"}),
 )
 # pairs of one tier that only annotations need, imported under TYPE_CHECKING: no circle at run time
