@@ -20,6 +20,7 @@ from specdec.errors import SpecdecError, UsageError
 from specdec.layer_select.config import SEARCHES, ChooseConfig, ScoreConfig
 from specdec.layer_select.engines import ENGINES
 from specdec.layer_select.picture_files import picture_paths, write_pictures
+from specdec.loading import require_loading
 
 if TYPE_CHECKING:
     from specdec.layer_select.layer_scores import LayerScores
@@ -30,7 +31,14 @@ SCORE = ScoreConfig()
 CHOOSE = ChooseConfig()
 FLAGS = flags_of(
     {**vars(SCORE), **vars(CHOOSE)},
-    {"diversity_weight": "--lambda", "dpp_weight": "--theta", "forced": "--force", "forbidden": "--forbid"},
+    {
+        "diversity_weight": "--lambda",
+        "dpp_weight": "--theta",
+        "forced": "--force",
+        "forbidden": "--forbid",
+        "dtype": "--dtype",
+        "device_map": "--device-map",
+    },
 )
 # eight rows for each of the 1,024 inputs that three taps and the token have.
 PROBE_TOKENS = 8192
@@ -119,6 +127,7 @@ def select_layers(
             ScoreConfig(tokens=tokens, probe_tokens=PROBE_TOKENS if probe else 0, seed=seed),
             estimators=_measured(choose_config, estimators),
         )
+        require_loading(dtype, device_map)
     _require_consistent(choose_config, probe, device, device_map, picture, print_pictures)
     files = calibration_files(data)
     pictures = _require_outputs(out, picture, print_pictures, resume, list(files.values()))

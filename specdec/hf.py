@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.errors import SpecdecError
+from specdec.loading import require_loading
 from specdec.random_target import is_random
 
 # layer kinds with a recurrent or convolutional state instead of a KV cache: a draft cannot be rolled back.
@@ -42,17 +43,11 @@ RECURRENT_MODEL_TYPES = {
     **{"granitemoehybrid": "mamba2", "lfm2": "conv", "lfm2_moe": "conv", "minimax": "linear_attention"},
     **{"recurrent_gemma": "recurrent", "rwkv": "rwkv", "xlstm": "xlstm"},
 }
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # names of the module applied after the last decoder layer, as transformers spells them.
 FINAL_NORM_NAMES = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm", "ln_final")
 # names of decoder layer lists, used only to break a tie between lists of equal length at equal depth.
 LAYER_LIST_NAMES = frozenset({"layers", "h", "blocks", "block", "decoder_layers"})
 MASKED_LM_SUFFIXES = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForPreTraining")
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 def _target_folder(folder: str | Path) -> Path:
@@ -109,10 +104,7 @@ def load_hf_model(folder: str | Path, *, dtype: str = "float32", device_map: Any
             "a random target's weights exist in the runtime only: bench, generate and serve take it, "
             "commands that read the target through transformers need a real folder"
         )
-    if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
-        raise SpecdecError(f"device_map ({device_map}) must be one of {', '.join(DEVICE_MAPS)}")
-    if dtype not in DTYPES:
-        raise SpecdecError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+    require_loading(dtype, device_map)
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -125,7 +117,7 @@ def load_hf_model(folder: str | Path, *, dtype: str = "float32", device_map: Any
         model, loading = AutoModelForCausalLM.from_pretrained(
             str(path),
             config=config,
-            dtype=DTYPES[dtype],
+            dtype=getattr(torch, dtype),
             device_map=device_map,
             local_files_only=True,
             output_loading_info=True,
