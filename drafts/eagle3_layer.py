@@ -65,7 +65,7 @@ class DeviceLayer:
         )
 
     def _linear(self, *parts: Tensor) -> Linear:
-        return Linear(self._vector(torch.cat([part.detach() for part in parts])), None, packed=False)
+        return Linear(self._vector(torch.cat([part.detach() for part in parts])), None)
 
     def _vector(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device, self._dtype).contiguous()
