@@ -233,8 +233,7 @@ class EngineConfig:
     the cpu only interpreted, for tests), its references in plain torch, or ("auto" on the cpu) the
     processor's own path. `weights` says how matrices are held on the cpu: as packed
     fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype elsewhere), in
-    the compute dtype ("plain"), or rounded to "int8": another model than the one that was named, in which a
-    row's numbers also depend on the rows beside it.
+    the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
     """
 
     prefix_cache: bool = True

@@ -22,7 +22,7 @@ from specdec.errors import SpecdecError
 from specdec.kernels import paged_attention, store_kv
 from specdec.kernels.invariant import invariant_attention
 from specdec.models.fixed_rows import FixedRowLinear
-from specdec.models.layer_loop import LayerLoop, LayerWeights, attention_lists, scripted
+from specdec.models.layer_loop import LayerLoop, LayerWeights, attention_lists
 from specdec.models.layers import (
     ROW_MULTIPLE,
     Linear,
@@ -32,6 +32,7 @@ from specdec.models.layers import (
     rms_norm,
     row_multiple,
 )
+from specdec.models.matrices import scripted
 from specdec.models.rope import RotaryEmbedding, apply_rope
 from specdec.models.weights import WeightSource, open_weights, stacked, stacked_bias
 from specdec.paged_kv import PagedKVCache
@@ -216,7 +217,7 @@ class Decoder:
     def _safe_rows(self, make: LinearFactory) -> int:
         """To what multiple the rows of a pass are padded, so that a row's products do not depend on it."""
         if self.num_packed and make.storage is Storage.INT8:
-            return 1  # nothing makes them independent
+            return 1
         return row_multiple() if self.num_packed and not self.num_plain else ROW_MULTIPLE
 
     def _layer_loop(self) -> Callable[..., Tensor]:
@@ -231,7 +232,10 @@ class Decoder:
             )
             for layer in self.layers
         ]
-        return scripted(LayerLoop(weights, self.config.head_dim, self.config.rms_norm_eps))
+        loop: Callable[..., Tensor] = scripted(
+            LayerLoop(weights, self.config.head_dim, self.config.rms_norm_eps)
+        )
+        return loop
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token embeddings [T, hidden] in the compute dtype."""

@@ -10,19 +10,15 @@ Letters: T rows of the batch, h query heads, k KV heads, d head_dim.
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.attention import SequenceAttention
-from specdec.models.layers import Linear, Storage
-
-MATRICES = 4  # of a layer: qkv, out, gate_up, down
+from specdec.models.layers import Linear
+from specdec.models.matrices import Matrices
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def attend(
     return output
 
 
-class LayerLoop(nn.Module):
+class LayerLoop(Matrices):
     """All layers of a decoder.
 
     Args:
@@ -157,49 +153,19 @@ class LayerLoop(nn.Module):
         eps: of the norms.
     """
 
-    __constants__ = ("any_packed", "qk_norm")  # branches not taken are not compiled
+    __constants__ = ("any_packed", "qk_norm")
 
     def __init__(self, layers: list[LayerWeights], head_dim: int, eps: float) -> None:
-        super().__init__()
-        linears = [linear for layer in layers for linear in layer.matrices]
-        packed = [linear for linear in linears if linear.storage is not Storage.PLAIN]
+        super().__init__([linear for layer in layers for linear in layer.matrices])
         nothing = layers[0].input_norm.new_empty(0)
-        self.any_packed = bool(packed)
         self.qk_norm = layers[0].q_norm is not None
         self.num_layers = len(layers)
         self.head_dim, self.eps = head_dim, eps
-        self.storage = [int(linear.storage) for linear in linears]
-        if packed:
-            # a plain matrix has a place in the list, and nobody reads it
-            self.packed = [
-                packed[0].packed if linear.storage is Storage.PLAIN else linear.packed for linear in linears
-            ]
-        self.weights = [nothing if linear.weight is None else linear.weight for linear in linears]
-        self.biases = [nothing if linear.bias is None else linear.bias for linear in linears]
         self.input_norms = [layer.input_norm for layer in layers]
         self.post_norms = [layer.post_norm for layer in layers]
         self.q_norms = [nothing if layer.q_norm is None else layer.q_norm for layer in layers]
         self.k_norms = [nothing if layer.k_norm is None else layer.k_norm for layer in layers]
         self.bias_lists = [layer.bias_list for layer in layers]
-
-    def product(self, matrix: int, x: Tensor) -> Tensor:
-        """Product of x [T, in] and the matrix of that number."""
-        if self.any_packed:
-            if self.storage[matrix] == 1:
-                return torch.ops.quantized.linear_dynamic_fp16(x, self.packed[matrix])
-            elif self.storage[matrix] == 2:
-                return torch.ops.quantized.linear_dynamic(x, self.packed[matrix])
-            else:
-                return self.plain(matrix, x)
-        else:
-            return self.plain(matrix, x)
-
-    def plain(self, matrix: int, x: Tensor) -> Tensor:
-        """Product of x [T, in] and a matrix that is not packed."""
-        bias = self.biases[matrix]
-        if bias.numel() > 0:
-            return F.linear(x, self.weights[matrix], bias)
-        return F.linear(x, self.weights[matrix])
 
     def forward(
         self,
@@ -285,13 +251,3 @@ class LayerLoop(nn.Module):
             if boundaries[column] == self.num_layers:
                 taps.select(1, column).copy_(x)
         return x
-
-
-def scripted(loop: nn.Module) -> Callable[..., Tensor]:
-    """The loop as TorchScript; as it is from Python 3.14 on, where torch does not support that."""
-    if sys.version_info >= (3, 14):
-        return loop
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        compiled: Callable[..., Tensor] = torch.jit.script(loop)
-    return compiled

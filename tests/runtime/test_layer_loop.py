@@ -193,6 +193,19 @@ def test_int8_is_another_model_near_the_one_that_was_named(tiny_llama: Path) -> 
     two, _ = rounded.forward(batch, filled_cache(rounded), ())
     difference = (one - two).norm() / one.norm()
     assert 1e-4 < difference < 0.2
+    by_layer, _ = rounded.forward_by_layer(batch, filled_cache(rounded), ())
+    torch.testing.assert_close(two, by_layer, rtol=1e-2, atol=1e-2)
+
+
+@torch.inference_mode()
+def test_a_row_of_an_int8_product_does_not_depend_on_the_others() -> None:
+    if not packing_available(Storage.INT8):
+        pytest.skip("this torch build has no int8 products")
+    generator = torch.Generator().manual_seed(5)
+    matrix = Linear(torch.randn(77, 130, generator=generator), torch.randn(77), Storage.INT8)
+    x = torch.randn(9, 130, generator=generator) * torch.logspace(-3, 3, 9)[:, None]
+    assert torch.equal(matrix(x), torch.cat([matrix(row[None]) for row in x]))
+    assert torch.isfinite(matrix(torch.zeros(1, 130))).all()
 
 
 def test_unknown_and_impossible_weights_are_refused(tiny_llama: Path) -> None:
