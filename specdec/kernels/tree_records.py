@@ -154,7 +154,9 @@ class WalkResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingTrees:
-    """Trees under construction, nodes in order of creation; `grow_level` writes to these tensors.
+    """Trees under construction, nodes in order of creation.
+
+    `grow_level` writes to `token_ids`, `parents` and `scores`, and gives new `num_nodes` and `frontier`.
 
     Attributes:
         token_ids: int64 `[batch, capacity]`.
@@ -178,6 +180,23 @@ class GrowthLimits:
     top_k: Tensor
     max_depth: Tensor
     max_nodes: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthRaces:
+    """What trees need that grow by the chance to win the target's race (mode "coupled").
+
+    Attributes:
+        laws: of the head's rows, `batch * rows` of them in order.
+        seeds: int64 `[batch]`.
+        roots: integers `[batch]`, absolute position of each root.
+        is_coupled: bool `[batch]`; the other trees grow by probability (mode "deterministic").
+    """
+
+    laws: RowLaws
+    seeds: Tensor
+    roots: Tensor
+    is_coupled: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
