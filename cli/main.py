@@ -46,6 +46,7 @@ from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
+from specdec.cli.serve import serve
 from specdec.cli.study import study
 from specdec.cli.sweep import sweep
 from specdec.cli.train import train
@@ -71,6 +72,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "study": study,
     "generate": generate,
+    "serve": serve,
     "bench": bench,
     "compare": compare,
     "audit": audit,

@@ -33,13 +33,13 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
         | {"divergence", "exact_law", "random_target", "simulated", "stats", "tree", "verification"}
     ),
-    frozenset({"drafter", "fetch", "kernels", "requests"}),
+    frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
     frozenset({"scheduler"}),
     frozenset({"runner"}),
     frozenset({"acceptance", "device"}),
     frozenset({"engine"}),
-    frozenset({"audit"}),
+    frozenset({"audit", "server"}),
 )
 # pairs of one tier that only annotations need, imported under TYPE_CHECKING: no circle at run time
 TYPE_ONLY = {"sequence": {"detokenize", "logprobs", "processors", "simulated", "speculation", "verification"}}

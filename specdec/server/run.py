@@ -1,0 +1,99 @@
+"""The running server: signals, draining, the end.
+
+Owns what a first and a second SIGTERM do, and the exit code: 0 after a drain, 1 when the engine died, 130
+when somebody insisted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+
+from specdec.server.app import make_app
+from specdec.server.problems import Problem
+from specdec.server.service import Service
+from specdec.server.sockets import url_of
+from specdec.server.tls import TlsFiles
+
+logger = logging.getLogger("specdec.server")
+
+# time that connections get to take what is already written, after the last request has ended
+_CLOSING_S = 3
+_KEEP_ALIVE_S = 75  # above the usual 60 seconds of load balancers, so that they close first
+_BACKLOG = 2048
+
+
+class DrainingServer(uvicorn.Server):
+    """Lets running requests finish after the first signal, and leaves at the second."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.exit_code = 0
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        service.loop.on_death = self._engine_died
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came; runs between two instructions of the main thread."""
+        if self._service.draining:
+            self.exit_code = 130
+            self.should_exit = self.force_exit = True
+            return
+        self._service.draining = True
+        if self._event_loop is None:
+            self.should_exit = True
+        else:
+            self._event_loop.call_soon_threadsafe(self._begin_drain)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        self._event_loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+
+    def _begin_drain(self) -> None:
+        logger.info("draining", extra={"fields": {"running_or_waiting": self._service.loop.outstanding}})
+        self._drain = asyncio.get_running_loop().create_task(self._finish_requests())
+
+    async def _finish_requests(self) -> None:
+        loop = self._service.loop
+        try:
+            async with asyncio.timeout(self._service.config.drain_timeout_s):
+                await loop.idle.wait()
+        except TimeoutError:
+            logger.warning("drain timeout", extra={"fields": {"ended": loop.outstanding}})
+            loop.end_all(Problem(503, "the server shut down before this request was done", code="draining"))
+        self.should_exit = True
+
+    def _engine_died(self) -> None:
+        self.exit_code = 1
+        self.should_exit = True
+
+
+def run_server(service: Service, bound: socket.socket, tls: TlsFiles | None = None) -> int:
+    """Serve until a signal or the engine's death; returns the exit code."""
+    files = tls or TlsFiles()
+    config = uvicorn.Config(
+        make_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSING_S,
+        ssl_certfile=files.certfile,
+        ssl_keyfile=files.keyfile,
+        ssl_keyfile_password=files.keyfile_password,
+    )
+    server = DrainingServer(config, service)
+    url = url_of(bound, tls=files.certfile is not None)
+    logger.info("ready", extra={"fields": {"url": url, "models": list(service.config.model_names)}})
+    server.run(sockets=[bound])
+    service.loop.join()
+    return server.exit_code
