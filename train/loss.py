@@ -1,17 +1,10 @@
 """Distillation losses over a reduced vocabulary, never holding [batch, tokens, vocabulary].
 
-Owns the loss per slot, its closed-form gradient, and the pass over blocks of rows. Blocks are cut along the
-teacher's rows: the target's law at a position is computed once and serves every unroll step that predicts it.
+Owns the pass over blocks of rows, and the gradients it forms on the way. Blocks are cut along the teacher's
+rows: the target's logits at a position are computed once and serve every unroll step that predicts it. Of a
+block two matrices of logits exist, and the gradient takes the place of one; the loss of a slot is
+`specdec.kernels`' `draft_loss`, a Triton kernel on a card and plain torch elsewhere, where the formulas are.
 Knows nothing of the unrolled forward.
-
-With p the target's law cut to the draft vocabulary (summing to its mass m <= 1), q the draft's law, both over
-the draft vocabulary, and A = sum_v min(p_v, q_v) the chance that a sampled draft is accepted:
-
-    kl      m * KL(p / m || q), gradient in the logits  m q - p
-    lk      -log A              gradient  -(q 1[q<p] - q sum_u q_u 1[q_u<p_u]) / A
-    lk-mix  lam * kl + (1 - lam) * (1 - A) with lam = exp(-3 A) held fixed
-
-Sources: EAGLE-3 (arXiv:2503.01840) for the soft cross-entropy, LK losses (arXiv:2602.23881).
 """
 
 from __future__ import annotations
@@ -23,12 +16,10 @@ import torch
 from torch import Tensor
 
 from specdec.drafts.eagle3 import Eagle3Head
+from specdec.kernels import kernel, kernel_backend
 from specdec.train.batching import RowBatch
 from specdec.train.config import LossKind
 from specdec.train.unroll import unroll
-
-# below this a mass or an acceptance chance is rounding, and its logarithm noise.
-TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -44,54 +35,23 @@ class Teacher:
     weight: Tensor
     argmax_draft_ids: Tensor
 
-    def law(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """P [len(rows), draft_vocab] and sum p log(p / m) [len(rows)]."""
-        logits = self.final[rows].to(self.weight.dtype) @ self.weight.T
-        log_mass = torch.logsumexp(logits, -1) - self.log_norm[rows].to(logits.dtype)
-        log_share = torch.log_softmax(logits, dim=-1)
-        p = torch.exp(log_share + log_mass.unsqueeze(-1))
-        return p, (p * log_share).sum(-1)
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits of the draft vocabulary [len(rows), draft_vocab]."""
+        return self.final[rows].to(self.weight.dtype) @ self.weight.T
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """`measure` also counts acceptance, which costs two more passes over each block."""
+    """`measure` also counts acceptance, which costs two more passes over each block on a CPU.
+
+    `kernels` is a setting of `specdec.kernels.kernel_backend`.
+    """
 
     kind: LossKind
     chunk_rows: int
     compute_dtype: torch.dtype
     measure: bool
-
-
-def slot_loss(
-    kind: LossKind, logits: Tensor, p: Tensor, neg_entropy: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss [rows], its gradient in the logits [rows, draft_vocab], and A [rows] where the loss needs it."""
-    q = torch.softmax(logits, dim=-1)
-    if kind == "kl":
-        return *_kl(logits, q, p, neg_entropy), None
-    overlap = torch.minimum(p, q).sum(-1)
-    inside = torch.where(q < p, q, torch.zeros((), dtype=q.dtype, device=q.device))
-    # minus the gradient of A in the logits
-    fall = q * inside.sum(-1, keepdim=True) - inside
-    if kind == "lk":
-        safe = overlap.clamp_min(TINY)
-        return -safe.log(), fall / safe.unsqueeze(-1), overlap
-    loss, gradient = _kl(logits, q, p, neg_entropy)
-    lam = torch.exp(-3.0 * overlap)
-    return (
-        lam * loss + (1 - lam) * (1 - overlap),
-        gradient * lam.unsqueeze(-1) + fall * (1 - lam).unsqueeze(-1),
-        overlap,
-    )
-
-
-def _kl(logits: Tensor, q: Tensor, p: Tensor, neg_entropy: Tensor) -> tuple[Tensor, Tensor]:
-    mass = p.sum(-1)
-    # log-sum-exp from the largest probability, two reductions instead of another exponential pass.
-    log_norm = logits.amax(-1) - q.amax(-1).log()
-    loss = neg_entropy - (p * logits).sum(-1) + mass * log_norm
-    return loss, torch.addcmul(-p, q, mass.unsqueeze(-1))
+    kernels: str = "auto"
 
 
 class _Distill(torch.autograd.Function):
@@ -110,6 +70,9 @@ class _Distill(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         compute = options.compute_dtype if wide == torch.float32 else wide
         matrix = weight.detach().to(compute)
+        # the kernel computes in fp32; only gradient checks ask for fp64
+        setting = options.kernels if wide == torch.float32 else "reference"
+        slot_losses = kernel("draft_loss", kernel_backend(hidden.device, setting, compute))
         losses = torch.zeros(len(slots), dtype=wide, device=hidden.device)
         overlaps, hits = torch.zeros_like(losses), torch.zeros_like(losses)
         grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
@@ -119,20 +82,25 @@ class _Distill(torch.autograd.Function):
         for low in range(0, len(slots), options.chunk_rows):
             block = slice(low, low + options.chunk_rows)
             rows, inverse = torch.unique_consecutive(slots[block], return_inverse=True)
-            p, neg_entropy = teacher.law(rows)
-            p, neg_entropy = p[inverse].to(wide), neg_entropy[inverse].to(wide)
             inputs = hidden[block].to(compute)
-            logits = (inputs @ matrix.T).to(wide)
-            losses[block], gradient, overlap = slot_loss(options.kind, logits, p, neg_entropy)
+            gradient = inputs @ matrix.T
+            found = slot_losses(
+                options.kind,
+                gradient,
+                teacher.logits(rows),
+                inverse,
+                teacher.log_norm[rows],
+                slot_weights[block],
+                measure=options.measure,
+            )
+            losses[block] = found.loss
             if options.measure:
-                hits[block] = (logits.argmax(-1) == teacher.argmax_draft_ids[slots[block]]).to(wide)
-                if overlap is None:
-                    overlap = torch.minimum(p, torch.softmax(logits, -1)).sum(-1)
-                overlaps[block] = overlap
-            scale = slot_weights[block].to(wide).unsqueeze(-1)
+                assert found.best is not None, "measuring gives the first choice"
+                overlaps[block] = found.overlap
+                hits[block] = (found.best == teacher.argmax_draft_ids[slots[block]]).to(wide)
             if grad_weight is not None:
-                grad_weight += ((gradient * scale).to(compute).T @ inputs).to(wide)
-            grad_hidden[block] = (gradient.to(compute) @ matrix).to(wide) * scale
+                grad_weight += (gradient.T @ inputs).to(wide)
+            grad_hidden[block] = (gradient @ matrix).to(wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(overlaps, hits)

@@ -114,8 +114,8 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for name, kind, depth in (("16-bit-depth8", "*i16", 8), ("8-bit-depth64", "*u8", 64)):
         rows, columns = _tile(depth, 128)
-        integers = ("num_nodes", "nodes_stride", "table_stride", "KV_HEADS", "D")
-        integers += ("layer_stride", "kind_stride", "head_stride", "slot_stride")
+        integers = ["num_nodes", "nodes_stride", "table_stride", "KV_HEADS", "D"]
+        integers += ["layer_stride", "kind_stride", "head_stride", "slot_stride"]
         cases.append(
             CompileCase(
                 name=f"kv_moves/commit-{name}",
