@@ -32,6 +32,7 @@ test-gpu:
 
 bench: $(VENV)/.demo
 	$(BIN)/specdec pull smollm2-135m
+	$(BIN)/specdec bench smollm2-135m --micro
 	$(BIN)/specdec bench smollm2-135m --data mt_bench --draft smollm2-135m --draft ngram --draft ngram+smollm2-135m
 
 # environments of the engines that specdec compare starts

@@ -7,6 +7,9 @@ import typer
 
 from specdec.errors import UsageError
 
+# readings of each piece of work: the least that shows a spread
+MICRO_ROUNDS = 5
+
 
 def bench(
     target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
@@ -54,6 +57,13 @@ def bench(
     verify_cost: Annotated[
         bool, typer.Option("--verify-cost", help="Only measure what a pass over more rows costs.")
     ] = False,
+    micro: Annotated[
+        bool,
+        typer.Option("--micro", help="Only measure kernels, steps and the cost of verifying."),
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="With --micro: write steps as a Chrome trace (JSON).")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
     ] = None,
@@ -69,9 +79,10 @@ def bench(
     from specdec.cli.console import emit_json
     from specdec.cli.sampling_options import parse_knobs
 
-    if verify_cost:
-        from specdec.cli.verify_cost import measure_verify_cost
-
+    alone = "--micro" if micro else "--verify-cost" if verify_cost else None
+    if trace is not None and not micro:
+        raise UsageError("--trace needs --micro")
+    if alone is not None:
         others: dict[str, object] = {"--draft": draft, "--shape": shape, "--rule": rule, "--knob": knob}
         others |= {
             "--lossy": lossy,
@@ -79,12 +90,31 @@ def bench(
             "--limit": limit,
             "--transformers": transformers,
             "--simulate-acceptance": simulate_acceptance,
-            "--out": out,
-            "--deterministic": deterministic,
         }
+        if micro:
+            others["--verify-cost"] = verify_cost
+        else:
+            others |= {"--out": out, "--deterministic": deterministic}
         for option, value in others.items():
             if value:
-                raise UsageError(f"{option} and --verify-cost exclude each other; give one of them")
+                raise UsageError(f"{option} and {alone} exclude each other; give one of them")
+    if micro:
+        from specdec.cli.micro import MicroPlan, run_micro
+
+        plan = MicroPlan(
+            target=target,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+            rounds=max(repeats, MICRO_ROUNDS),
+            trace=trace,
+            out=out,
+        )
+        emit_json(run_micro(plan))
+        return
+    if verify_cost:
+        from specdec.cli.verify_cost import measure_verify_cost
+
         emit_json(measure_verify_cost(target))
         return
     if lossy and exact:

@@ -242,6 +242,8 @@ def make_decoders(
     config = replace(
         engine_config,
         max_num_seqs=batch_size,
+        # every answer pays for its own prompt, in every repeat
+        prefix_cache=False,
         kv_tokens=batch_size * (longest + behind + 2 * engine_config.block_size),
     )
     plain = Engine(target, config=config)

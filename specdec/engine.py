@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -39,22 +38,13 @@ from specdec.runner import ModelRunner, StepOutput
 from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
+from specdec.step_times import StepTimes
 from specdec.tree import DraftTree, chain_tree
 from specdec.verification.registry import RULES
 from specdec.verification.result import VerifyResult
 from specdec.verification.rules import Rule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass
-class StepTimes:
-    """Seconds spent per part of the loop since the engine was made."""
-
-    propose: float = 0.0
-    target: float = 0.0
-    verify: float = 0.0
-    steps: int = 0
 
 
 class Engine:
@@ -235,6 +225,7 @@ class Engine:
         output = self.runner.run(plan, trees)
         ran = time.perf_counter()
         results = self._verify(plan, trees, output)
+        verified = time.perf_counter()
         self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output, index)
@@ -242,7 +233,9 @@ class Engine:
                 self.prefixes.index(share.seq)
         self.times.propose += proposed - started
         self.times.target += ran - proposed
-        self.times.verify += time.perf_counter() - ran
+        ended = time.perf_counter()
+        self.times.verify += ended - ran
+        self.times.commit += ended - verified
         self.times.steps += 1
 
     def audit(self) -> None:

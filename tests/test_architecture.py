@@ -31,7 +31,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
         {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
         | {"constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
-        | {"divergence", "exact_law", "random_target", "simulated", "stats", "tree", "verification"}
+        | {"divergence", "exact_law", "random_target", "simulated", "stats", "step_times", "tree", "verification"}
     ),
     frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),

@@ -47,7 +47,7 @@ OPTIONS: dict[str, str] = {
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
         "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device --dtype "
-        "--deterministic --transformers --verify-cost --out"
+        "--deterministic --transformers --verify-cost --micro --trace --out"
     ),
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --repeats --warm-up --adaptive --out"
