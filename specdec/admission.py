@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.detokenize import IncrementalDetokenizer
@@ -139,18 +140,35 @@ class Admission:
         return longest
 
 
+def free_memory_bytes() -> int | None:
+    """Memory that new tensors may take on this machine; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
+
+
 def pool_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, item_bytes: int) -> int:
     """Blocks of the KV pool: as configured, else room for every slot's longest text inside the memory limit.
 
     Raises:
-        SpecdecError: fewer than two blocks.
+        SpecdecError: fewer than two blocks, or more than the memory that is free.
     """
     row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item_bytes
     tokens = config.kv_tokens
+    free = free_memory_bytes() if config.device == "cpu" else None
     if tokens is None:
         # beside its text a sequence needs room for a tree
         wanted = config.max_num_seqs * (max_model_len + 64)
-        tokens = min(wanted, config.kv_memory_bytes // row_bytes)
+        limit = config.kv_memory_bytes if free is None else min(config.kv_memory_bytes, free * 9 // 10)
+        tokens = min(wanted, limit // row_bytes)
+    elif free is not None and tokens * row_bytes > free:
+        raise SpecdecError(
+            f"kv_tokens ({tokens}) needs {tokens * row_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB of it "
+            f"are free: lower it to {free * 9 // 10 // row_bytes} or less, or take a smaller dtype"
+        )
     blocks = -(-tokens // config.block_size)
     if blocks < 2:
         raise SpecdecError(

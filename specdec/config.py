@@ -231,7 +231,8 @@ class EngineConfig:
     many drafts a step accepts, so that it commits that many tokens on average (see `specdec.simulated`): for
     measurements of speed, the text is meaningless. `kernels` says what computes: Triton ("auto" on a card; on
     the cpu only interpreted, for tests), its references in plain torch, or ("auto" on the cpu) the
-    processor's own path. `weights` says how matrices are held on the cpu: as packed
+    processor's own path. On a card the KV pool takes what is free of `gpu_memory_utilization` of its memory,
+    unless `kv_tokens` is given. `weights` says how matrices are held on the cpu: as packed
     fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype elsewhere), in
     the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
     """
@@ -253,6 +254,7 @@ class EngineConfig:
     allow_lossy: bool = False
     deterministic: bool = False
     kernels: str = "auto"
+    gpu_memory_utilization: float = 0.9
     simulate_acceptance: float | None = None
     spec: SpecConfig = field(default_factory=SpecConfig)
 
@@ -278,6 +280,10 @@ class EngineConfig:
             _check_range("kv_tokens", self.kv_tokens, self.block_size, 1 << 32)
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise SpecdecError(f"device ({self.device!r}) must be 'cpu', 'cuda' or 'cuda:N'")
+        if not 0.05 <= self.gpu_memory_utilization <= 1.0:
+            raise SpecdecError(
+                f"gpu_memory_utilization ({self.gpu_memory_utilization!r}) must be a share in 0.05..1"
+            )
         if self.kernels not in ("auto", "triton", "reference"):
             raise SpecdecError(f"kernels ({self.kernels!r}) must be auto, triton or reference")
         if self.weights not in WEIGHTS:

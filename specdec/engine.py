@@ -20,12 +20,14 @@ from specdec.acceptance import commit_tokens, verify_step
 from specdec.admission import Admission, pool_blocks
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig
+from specdec.device.pool_size import MEASURING_BLOCKS, fit_pool
 from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
-from specdec.drafter import Drafter, DraftRequest, TargetView
+from specdec.drafter import Drafter, DraftRequest, TapDrafter, TargetView
 from specdec.errors import SpecdecError
 from specdec.grammar import GrammarCompiler
 from specdec.hub import resolve_target
+from specdec.memory import MemoryReport, TensorAudit, wanted_rows, workspace_bytes
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.pieces import PieceReader
@@ -97,7 +99,12 @@ class Engine:
                 weights=self.config.weights,
                 deterministic=self.config.deterministic,
             )
-        num_blocks = pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
+        measures = self.config.device != "cpu" and self.config.kv_tokens is None
+        num_blocks = (
+            MEASURING_BLOCKS
+            if measures
+            else pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
+        )
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.drafter = self._make_drafter(draft, num_blocks)
         cache = PagedKVCache(
@@ -109,16 +116,22 @@ class Engine:
             dtype=dtype,
             device=self.config.device,
         )
-        self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
-        self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
-        scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
-        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes)
         boundaries = self.drafter.boundaries if self.drafter else ()
         self.runner: ModelRunner = (
             DeviceRunner(self.decoder, cache, boundaries, self.operations, self.max_model_len)
             if self.operations
             else ModelRunner(self.decoder, cache, boundaries)
         )
+        self._measured_workspace: int | None = None
+        if measures and isinstance(self.runner, DeviceRunner):
+            pools = [cache, *(self.drafter.caches if isinstance(self.drafter, TapDrafter) else ())]
+            num_blocks, self._measured_workspace = fit_pool(
+                self.runner, pools, self.config, self.max_model_len, wanted_rows(self.config, boundaries)
+            )
+        self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
+        self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
+        scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
+        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes)
         self.admission: Admission = Admission(
             config=self.config,
             model_config=self.model_config,
@@ -231,6 +244,9 @@ class Engine:
             self._commit(share, trees[index], results[index], output, index)
             if self.prefixes is not None and not share.seq.is_finished:
                 self.prefixes.index(share.seq)
+        if isinstance(self.drafter, TapDrafter):
+            # a long prompt's states would pile up until its first draft
+            self.drafter.absorb([share.seq for share in plan if share.seq.spec and share.seq.is_prefilling])
         self.times.propose += proposed - started
         self.times.target += ran - proposed
         ended = time.perf_counter()
@@ -244,6 +260,29 @@ class Engine:
         self.blocks.audit([seq.block_table for seq in sequences])
         if self.prefixes is not None:
             self.prefixes.audit(self.blocks, sequences)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by purpose; the largest step's workspace is measured on a card, and stated elsewhere."""
+        audit = TensorAudit()
+        weights = audit.bytes_of(self.decoder) + audit.bytes_of(self.runner)
+        pools = sum(cache.size_bytes for cache in audit.caches)
+        draft_weights = audit.bytes_of(self.drafter)
+        workspace = self._measured_workspace or workspace_bytes(
+            self.config,
+            self.model_config,
+            max_model_len=self.max_model_len,
+            pool_tokens=self.blocks.num_blocks * self.blocks.block_size,
+            item_bytes=DTYPES[self.config.dtype].itemsize,
+            boundaries=self.drafter.boundaries if self.drafter else (),
+            scores_in_memory=self.operations is None or self.operations.backend == "reference",
+        )
+        return MemoryReport(
+            weights=weights,
+            kv_pool=pools,
+            draft_weights=draft_weights,
+            draft_kv=sum(cache.size_bytes for cache in audit.caches) - pools,
+            workspace=workspace,
+        )
 
     def add(self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None) -> Sequence:
         """Queue one request; `step` works on it.

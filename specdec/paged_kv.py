@@ -53,6 +53,16 @@ class PagedKVCache:
         size = self.block_size
         return [self.data[:, :, :, block * size : (block + 1) * size]]
 
+    def resize(self, num_blocks: int) -> None:
+        """Make the pool so many blocks; what it held is lost."""
+        layers, parts, heads, _, dim = self.data.shape
+        dtype, device = self.data.dtype, self.data.device
+        # the old one must be gone before the new one is made
+        self.data = self.data.new_empty(0)
+        shape = (layers, parts, heads, num_blocks * self.block_size, dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_blocks = num_blocks
+
     @property
     def size_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()

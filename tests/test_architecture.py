@@ -35,7 +35,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
-    frozenset({"scheduler"}),
+    frozenset({"memory", "scheduler"}),
     frozenset({"runner"}),
     frozenset({"acceptance", "device"}),
     frozenset({"engine"}),

@@ -1,0 +1,115 @@
+"""How many KV blocks a card has room for: what is free once weights are loaded and the largest step has run.
+
+Owns the measuring pass and the arithmetic. Pools are made small, and grow to what is found.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from specdec.attention import SequenceAttention
+from specdec.config import EngineConfig
+from specdec.device.runner import DeviceRunner
+from specdec.errors import SpecdecError
+from specdec.kernels.device_batch import device_batch
+from specdec.paged_kv import PagedKVCache
+
+logger = logging.getLogger(__name__)
+
+# blocks of the pools while the largest step is measured; its rows are stored nowhere
+MEASURING_BLOCKS = 2
+GB = 1e9
+
+
+def fit_pool(
+    runner: DeviceRunner, caches: list[PagedKVCache], config: EngineConfig, max_model_len: int, wanted: int
+) -> tuple[int, int]:
+    """Grow pools of `MEASURING_BLOCKS` blocks to what the card has room for.
+
+    Args:
+        runner: of the engine, its weights loaded.
+        caches: the target's pool and the drafter's.
+        config: of the engine.
+        max_model_len: longest text.
+        wanted: rows of logits of the largest step.
+
+    Returns:
+        Blocks of every pool, and the bytes of the largest step's workspace.
+
+    Raises:
+        SpecdecError: no room for two blocks.
+    """
+    device = torch.device(config.device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    largest_step(runner, config.max_batch_tokens, wanted)
+    torch.cuda.synchronize(device)
+    workspace = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    block_bytes = sum(cache.size_bytes // cache.num_blocks for cache in caches)
+    blocks = num_blocks(
+        free=free,
+        total=total,
+        workspace=workspace,
+        block_bytes=block_bytes,
+        utilization=config.gpu_memory_utilization,
+    )
+    if blocks * config.block_size < max_model_len:
+        logger.warning(
+            "the KV pool holds %d tokens, fewer than the context (%d): longer requests are refused",
+            blocks * config.block_size,
+            max_model_len,
+        )
+    for cache in caches:
+        cache.resize(blocks)
+    return blocks, workspace
+
+
+def num_blocks(*, free: int, total: int, workspace: int, block_bytes: int, utilization: float) -> int:
+    """Blocks that fit beside what is used and the workspace, with `1 - utilization` of the card left alone.
+
+    Args:
+        free: bytes that nothing uses.
+        total: bytes of the card.
+        workspace: bytes of the largest step.
+        block_bytes: of one block in all pools.
+        utilization: share of the card that may be used.
+
+    Raises:
+        SpecdecError: fewer than two.
+    """
+    room = int(total * utilization) - (total - free) - workspace
+    blocks = room // block_bytes
+    if blocks < 2:
+        raise SpecdecError(
+            f"the card ({total / GB:.1f} GB, {(total - free) / GB:.1f} GB of it in use) has no room for a KV "
+            f"pool beside a workspace of {workspace / GB:.2f} GB: raise gpu_memory_utilization "
+            f"({utilization:g}), lower max_batch_tokens or max_num_seqs, or take a smaller target or dtype"
+        )
+    return blocks
+
+
+@torch.inference_mode()
+def largest_step(runner: DeviceRunner, rows: int, wanted: int) -> Tensor:
+    """Run one prompt chunk of `rows` rows, with logits of `wanted` of them; nothing is stored."""
+    device, size = runner.decoder.device, runner.cache.block_size
+    positions = list(range(rows))
+    chunk = SequenceAttention(
+        query_start=0,
+        num_queries=rows,
+        context_len=0,
+        num_new=rows,
+        slots=torch.zeros(rows, dtype=torch.int64),
+        mask=torch.ones(rows, rows, dtype=torch.bool).tril_(),
+        query_positions=positions,
+        new_positions=positions,
+    )
+    batch = device_batch([chunk], block_size=size, device=device)
+    batch.slots.fill_(-1)
+    normed, _ = runner.target(torch.zeros(rows, dtype=torch.int64, device=device), batch)
+    return runner.target.logits(normed[:wanted]).argmax(-1)

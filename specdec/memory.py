@@ -1,0 +1,136 @@
+"""What an engine's memory goes to: weights, KV pool, draft, and the workspace of its largest step.
+
+Owns the sizes and the words for them. Weights and pools are counted tensor by tensor, each storage once; the
+workspace is stated from the shapes of a step at its token budget. Knows nothing of free memory.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specdec.config import EngineConfig, ModelConfig
+from specdec.models.layers import Linear, Storage
+from specdec.paged_kv import PagedKVCache
+
+# rows of one sequence's law and what filters make of it, in float64
+LAW_COPIES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes by purpose.
+
+    Attributes:
+        weights: the target's.
+        kv_pool: the target's keys and values.
+        draft_weights: the drafter's own; what it shares with the target is not counted again.
+        draft_kv: the drafter's keys and values.
+        workspace: what the largest step needs for a while.
+    """
+
+    weights: int
+    kv_pool: int
+    draft_weights: int
+    draft_kv: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_pool + self.draft_weights + self.draft_kv + self.workspace
+
+    def to_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+class TensorAudit:
+    """Counts the tensors that objects hold, each storage once over all calls; KV caches are listed apart."""
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+        self._objects: dict[int, object] = {}
+        self.caches: list[PagedKVCache] = []
+
+    def bytes_of(self, held: object) -> int:
+        """Bytes of the tensors under `held` that no call before has counted."""
+        return sum(self._sizes(held))
+
+    def _sizes(self, held: object) -> Iterator[int]:
+        if isinstance(held, Tensor):
+            storage = held.untyped_storage()
+            if storage.data_ptr() not in self._storages:
+                self._storages.add(storage.data_ptr())
+                yield storage.nbytes()
+            return
+        if held is None or isinstance(held, (str, bytes, int, float, torch.ScriptObject)):
+            return
+        if isinstance(held, (type, types.FunctionType, types.ModuleType, torch.jit.ScriptModule)):
+            return
+        if id(held) in self._objects:
+            return
+        self._objects[id(held)] = held
+        if isinstance(held, PagedKVCache):
+            self.caches.append(held)
+            return
+        if isinstance(held, Linear) and held.storage is not Storage.PLAIN:
+            yield held.out_features * held.in_features * (2 if held.storage is Storage.FP16 else 1)
+        parts: object = ()
+        if isinstance(held, Mapping):
+            parts = list(held.values())
+        elif isinstance(held, (list, tuple, set, frozenset)):
+            parts = held
+        elif isinstance(held, nn.Module) or type(held).__module__.startswith("specdec"):
+            parts = list(vars(held).values())
+        for part in parts:  # type: ignore[attr-defined]  # a sequence in every case
+            yield from self._sizes(part)
+
+
+def wanted_rows(config: EngineConfig, boundaries: tuple[int, ...]) -> int:
+    """Rows of logits of the largest step: a root and a tree of every sequence, inside the token budget."""
+    tree = config.spec.max_nodes if boundaries else 0
+    return min(config.max_batch_tokens, config.max_num_seqs * (1 + tree))
+
+
+def workspace_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    max_model_len: int,
+    pool_tokens: int,
+    item_bytes: int,
+    boundaries: tuple[int, ...],
+    scores_in_memory: bool,
+) -> int:
+    """Bytes that a step at the token budget needs beside weights and pools.
+
+    Args:
+        config: of the engine.
+        model: the target's.
+        max_model_len: longest text.
+        pool_tokens: rows of the KV pool.
+        item_bytes: of the compute dtype.
+        boundaries: what a drafter reads.
+        scores_in_memory: whether attention writes its scores out, as plain torch does and kernels do not.
+    """
+    rows, hidden, inner = config.max_batch_tokens, model.hidden_size, model.intermediate_size
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attended = model.num_heads * model.head_dim
+    stream = 2 * hidden  # the residual stream and its norm
+    scores = 0
+    if scores_in_memory:
+        # the scores and their softmax, of one sequence at a time
+        scores = 2 * model.num_heads * min(rows, max_model_len) * max_model_len * item_bytes
+    attention = rows * (stream + 2 * qkv + attended) * item_bytes + scores
+    mlp = rows * (stream + 3 * inner + hidden) * item_bytes
+    # of the pass, and of the sequences until their next draft; one row of each block is kept
+    taps = 2 * rows * len(boundaries) * hidden * item_bytes
+    taps += pool_tokens // config.block_size * len(boundaries) * hidden * item_bytes
+    wanted = wanted_rows(config, boundaries)
+    copies = 4 if item_bytes == 4 else 4 + item_bytes
+    head = wanted * (hidden * item_bytes + model.vocab_size * copies) + rows * hidden * item_bytes
+    laws = LAW_COPIES * model.vocab_size * 8
+    return max(attention, mlp, head + laws) + taps
