@@ -12,21 +12,23 @@ import hashlib
 import logging
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
 from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.config import SpecConfig
 from specdec.drafter import DraftRequest, TargetView
 from specdec.drafts.checkpoint import LoadedDraft
 from specdec.drafts.eagle3 import Eagle3Head
+from specdec.drafts.eagle3_loop import HeadLoop
 from specdec.drafts.growth import TreeGrowth, start_growth
-from specdec.kernels import paged_attention, store_kv
-from specdec.models.layers import Linear, Storage, fits_fp16, packing_available
-from specdec.models.rope import RotaryEmbedding, apply_rope
+from specdec.models.layer_loop import attention_lists
+from specdec.models.matrices import scripted
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
-from specdec.tree import DraftTree, chain_tree, path_to
+from specdec.tree import DraftTree, chain_tree
 
 logger = logging.getLogger(__name__)
 
@@ -37,27 +39,33 @@ PASS_COST = 0.09
 CATCH_UP_ROWS = 512
 
 
-class _PackedLinear(nn.Module):
-    """A linear layer of a loaded head with its weight packed for serving."""
-
-    def __init__(self, weight: Tensor, *, packed: bool) -> None:
-        super().__init__()
-        self._linear = Linear(weight, None, Storage.FP16 if packed else Storage.PLAIN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._linear(x)
-
-
 @dataclass
 class _Scratch:
-    """Rows of one growing tree behind the sequence's committed ones."""
+    """Rows of one growing tree behind the sequence's committed ones.
 
+    `visible` says which rows each row sees: itself and its drafted ancestors.
+    """
+
+    visible: NDArray[np.bool_]
     row_of: dict[int, int] = field(default_factory=dict)  # node -> its row
     depths: list[int] = field(default_factory=list)  # depth of the node in each row
 
-    def visible(self, growth: TreeGrowth, node: int) -> list[int]:
-        """Rows a node sees: its own and those of its drafted ancestors."""
-        return [self.row_of[ancestor] for ancestor in path_to(growth.parents, node)[1:]]
+    def add(self, growth: TreeGrowth) -> int:
+        """Give the frontier's nodes the next rows; returns the first of them."""
+        first = len(self.depths)
+        for row, node in enumerate(growth.frontier, start=first):
+            self.row_of[node] = row
+            parent = self.row_of.get(growth.parents[node])
+            if parent is not None:
+                self.visible[row] = self.visible[parent]
+            self.visible[row, row] = True
+            self.depths.append(1 if parent is None else self.depths[parent] + 1)
+        return first
+
+
+def _is_plain_chain(request: DraftRequest) -> bool:
+    """Whether the most probable token, again and again, is what the request asks for."""
+    return request.top_k == 1 and request.mode == "deterministic" and request.seq.processor is None
 
 
 class Eagle3Drafter:
@@ -71,10 +79,7 @@ class Eagle3Drafter:
         self.config = head.config
         self.contract = draft.contract
         self.boundaries = head.config.boundaries
-        self._head = head
         self._target = target
-        # as in training: the head's own context, whatever part of it the engine uses
-        self._rope = RotaryEmbedding(head.config.rope, device=target.device)
         self._context = head.config.rope.max_position_embeddings
         if self._context < target.max_model_len:
             logger.warning(
@@ -85,11 +90,8 @@ class Eagle3Drafter:
         self.fingerprint = head_fingerprint(head)
         self._vocab = head.vocab
         self._vocab_ids: list[int] = head.vocab.ids.tolist()
-        packed = target.packed and target.device == "cpu" and packing_available()
-        output_rows = head.head_weight.detach().float()
-        storage = Storage.FP16 if packed and fits_fp16(output_rows) else Storage.PLAIN
-        self._output = Linear(output_rows, None, storage)
-        _pack_linears(head, packed=packed)
+        positions = min(self._context, target.max_model_len)
+        self._loop = scripted(HeadLoop(head, target.embed_tokens, positions, target.draft_weights))
         self._cache = PagedKVCache(
             num_layers=1,
             num_blocks=target.num_blocks,
@@ -98,6 +100,7 @@ class Eagle3Drafter:
             head_dim=self.config.head_dim,
             device=target.device,
         )
+        self._nothing = torch.empty(0, dtype=torch.int64)
 
     def makes_chains(self, spec: SpecConfig) -> bool:
         return spec.top_k == 1
@@ -130,13 +133,54 @@ class Eagle3Drafter:
             grown = iter(self.propose(inside) if inside else [])
             return [next(grown) if r in inside else chain_tree(r.seq.token_ids[-1], []) for r in requests]
         hidden = self._catch_up([request.seq for request in requests])
+        trees: dict[int, DraftTree] = {}
+        chains = [index for index, request in enumerate(requests) if _is_plain_chain(request)]
+        if chains:
+            # longest first, so that those still drafting are always the first rows
+            chains.sort(key=lambda index: -min(requests[index].max_depth, requests[index].max_nodes))
+            trees.update(
+                zip(chains, self._chains([requests[i] for i in chains], hidden[chains]), strict=True)
+            )
+        others = [index for index in range(len(requests)) if index not in trees]
+        if others:
+            trees.update(zip(others, self._grow([requests[i] for i in others], hidden[others]), strict=True))
+        return [trees[index] for index in range(len(requests))]
+
+    def _chains(self, requests: list[DraftRequest], hidden: Tensor) -> list[DraftTree]:
+        """Greedy chains in one call, the longest first; `hidden` has a row for each request."""
+        depths = [min(request.max_depth, request.max_nodes) for request in requests]
+        contexts = [request.seq.num_computed for request in requests]
+        first_slots, tables = [], []
+        for request, depth, context in zip(requests, depths, contexts, strict=True):
+            slots = block_slots(request.seq.block_table, self._target.block_size, context + depth - 1)
+            first_slots.append(slots.start if isinstance(slots, slice) else -1)
+            tables.append(self._nothing if isinstance(slots, slice) else slots)
+        active = [sum(depth > level for depth in depths) for level in range(depths[0])]
+        ids, log_probs = self._loop.chains(hidden, active, contexts, self._cache.data[0], first_slots, tables)
+        tokens, scores = ids.T.tolist(), log_probs.cumsum(0).T.tolist()
+        trees = []
+        for index, (request, depth) in enumerate(zip(requests, depths, strict=True)):
+            # a head that computes NaN drafts nothing behind it
+            sound = next((at for at in range(depth) if scores[index][at] != scores[index][at]), depth)
+            trees.append(
+                chain_tree(
+                    request.seq.token_ids[-1], tokens[index][:sound], log_probs=[0.0, *scores[index][:sound]]
+                )
+            )
+        return trees
+
+    def _grow(self, requests: list[DraftRequest], hidden: Tensor) -> list[DraftTree]:
+        """Trees, level by level; `hidden` has a row for each request."""
         growths = [start_growth(request, self._vocab, self._vocab_ids) for request in requests]
-        scratches = [_Scratch() for _ in requests]
+        scratches = []
+        for request in requests:
+            rows = request.max_depth * max(request.top_k, request.max_nodes)
+            scratches.append(_Scratch(np.zeros((rows, rows), dtype=np.bool_)))
         while True:
-            rows = self._expand(growths, hidden)
+            parents = self._expand(growths, hidden)
             if not any(growth.frontier for growth in growths):
                 return [growth.tree() for growth in growths]
-            hidden = self._grow_rows(growths, scratches, hidden[torch.tensor(rows)])
+            hidden = self._grow_rows(growths, scratches, hidden[torch.tensor(parents)])
 
     def _catch_up(self, sequences: list[Sequence]) -> Tensor:
         """Compute the rows whose true states are new, long prompts in chunks.
@@ -183,7 +227,7 @@ class Eagle3Drafter:
             slots += self._cache.slots(seq.block_table, first, first + rows)
             last_rows.append(len(tokens) - 1)
             seq.draft_computed = first + rows
-        features = self._head.fuse(torch.cat(states).float())
+        features = self._loop.fuse(torch.cat(states).float())
         z = self._layer(features, tokens, positions, slots, attention)
         return z[torch.tensor(last_rows)]
 
@@ -196,13 +240,23 @@ class Eagle3Drafter:
         attention: list[SequenceAttention],
     ) -> Tensor:
         """The head's decoder layer over rows in the paged cache: [rows, hidden] -> [rows, hidden]."""
-        embeds = self._target.embed_tokens[torch.tensor(tokens)].float()
-        query, key, value, residual = self._head.qkv(embeds, features)
-        cos, sin = self._rope.cos_sin(torch.tensor(positions), max(positions) + 1)
-        key_cache, value_cache = self._cache.layer(0)
-        store_kv(apply_rope(key, cos, sin), value, key_cache, value_cache, torch.tensor(slots))
-        attended = paged_attention(apply_rope(query, cos, sin), key_cache, value_cache, attention)
-        return self._head.finish(attended, residual)
+        lists = attention_lists(attention, [None], torch.float32)
+        consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
+        output: Tensor = self._loop(
+            features,
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            self._cache.data[0],
+            torch.tensor(slots),
+            slots[0] if consecutive else -1,
+            lists.starts,
+            lists.counts,
+            lists.first_slots,
+            lists.lengths,
+            lists.gathers,
+            lists.biases[0],
+        )
+        return output
 
     def _expand(self, growths: list[TreeGrowth], hidden: Tensor) -> list[int]:
         """Give every frontier its children; `hidden` has one row per frontier node, in order.
@@ -210,7 +264,7 @@ class Eagle3Drafter:
         Returns:
             The row in `hidden` of the parent of each node of the new frontiers, in order.
         """
-        logits = self._output(self._head.normed(hidden))
+        logits = self._loop.logits(hidden)
         rows: list[int] = []
         first = 0
         for growth in growths:
@@ -231,19 +285,11 @@ class Eagle3Drafter:
                 continue
             seq = growth.request.seq
             context = seq.num_computed
-            first = len(scratch.row_of)
-            for offset, node in enumerate(frontier):
-                scratch.row_of[node] = first + offset
-            num_new = len(scratch.row_of)
-            mask = torch.zeros(len(frontier), num_new, dtype=torch.bool)
-            depth = 0
-            for offset, node in enumerate(frontier):
-                visible = scratch.visible(growth, node)
-                mask[offset, visible] = True
-                depth = len(visible)
-            scratch.depths += [depth] * len(frontier)
+            first = scratch.add(growth)
+            num_new = len(scratch.depths)
+            mask = torch.from_numpy(scratch.visible[first:num_new, :num_new])
             # a node at depth d is the token at context + d, so its row is context + d - 1
-            query_positions = [context + depth - 1] * len(frontier)
+            query_positions = [context + depth - 1 for depth in scratch.depths[first:]]
             attention.append(
                 SequenceAttention(
                     query_start=len(tokens),
@@ -259,7 +305,7 @@ class Eagle3Drafter:
             tokens += [growth.tokens[node] for node in frontier]
             positions += query_positions
             slots += self._cache.slots(seq.block_table, context + first, context + num_new)
-        return self._layer(self._head.feedback(parents), tokens, positions, slots, attention)
+        return self._layer(self._loop.feedback(parents), tokens, positions, slots, attention)
 
 
 def head_fingerprint(head: Eagle3Head) -> str:
@@ -270,15 +316,3 @@ def head_fingerprint(head: Eagle3Head) -> str:
             name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
     return digest.hexdigest()
-
-
-def _pack_linears(module: nn.Module, *, packed: bool) -> None:
-    """Swap the linear layers of a head, which serving then owns, for packed ones where weights allow."""
-    for name, child in list(module.named_children()):
-        if name == "lm_head":
-            continue  # the output rows are packed once, in `_output`
-        if isinstance(child, nn.Linear):
-            weight = child.weight.detach()
-            setattr(module, name, _PackedLinear(weight, packed=packed and fits_fp16(weight)))
-        else:
-            _pack_linears(child, packed=packed)

@@ -17,6 +17,7 @@ from specdec.provenance import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 WEIGHTS = ("auto", "fp16-packed", "plain", "int8")
 
 
@@ -232,9 +233,11 @@ class EngineConfig:
     measurements of speed, the text is meaningless. `kernels` says what computes: Triton ("auto" on a card; on
     the cpu only interpreted, for tests), its references in plain torch, or ("auto" on the cpu) the
     processor's own path. On a card the KV pool takes what is free of `gpu_memory_utilization` of its memory,
-    unless `kv_tokens` is given. `weights` says how matrices are held on the cpu: as packed
-    fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype elsewhere), in
-    the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
+    unless `kv_tokens` is given. `weights` says how matrices are held on the cpu: as
+    packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype
+    elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
+    `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness, unless
+    `weights` are "plain".
     """
 
     prefix_cache: bool = True
@@ -250,6 +253,7 @@ class EngineConfig:
     kv_memory_bytes: int = 2 << 30
     device: str = "cpu"
     dtype: str = "float32"
+    draft_weights: str = "auto"
     weights: str = "auto"
     allow_lossy: bool = False
     deterministic: bool = False
@@ -286,8 +290,9 @@ class EngineConfig:
             )
         if self.kernels not in ("auto", "triton", "reference"):
             raise SpecdecError(f"kernels ({self.kernels!r}) must be auto, triton or reference")
-        if self.weights not in WEIGHTS:
-            raise SpecdecError(f"weights ({self.weights!r}) must be one of {', '.join(WEIGHTS)}")
+        for name, value in (("weights", self.weights), ("draft_weights", self.draft_weights)):
+            if value not in WEIGHTS:
+                raise SpecdecError(f"{name} ({value!r}) must be one of {', '.join(WEIGHTS)}")
         if self.weights in ("fp16-packed", "int8") and (self.device, self.dtype) != ("cpu", "float32"):
             raise SpecdecError(
                 f"weights ({self.weights!r}) need device 'cpu' and dtype 'float32', not {self.device!r} and "
@@ -297,6 +302,11 @@ class EngineConfig:
             raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")
         if self.simulate_acceptance is not None:
             self.spec.check_simulated(self.simulate_acceptance)
+    @property
+    def resolved_draft_weights(self) -> str:
+        """`draft_weights`, where "auto" follows `weights` if these are asked to be plain."""
+        return "plain" if (self.weights, self.draft_weights) == ("plain", "auto") else self.draft_weights
+
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

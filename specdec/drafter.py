@@ -62,7 +62,7 @@ class TargetView:
     max_model_len: int
     dtype: torch.dtype
     device: str
-    packed: bool
+    draft_weights: str
     operations: Operations | None = None
 
 

@@ -414,7 +414,7 @@ class Engine:
             max_model_len=self.max_model_len,
             dtype=self.decoder.dtype,
             device=self.config.device,
-            packed=self.config.weights != "plain",
+            draft_weights=self.config.resolved_draft_weights,
             operations=self.operations,
         )
         if callable(draft):

@@ -31,13 +31,13 @@ class Storage(IntEnum):
 class Linear:
     """y = x W^T + b for x [rows, in_features], weight [out_features, in_features].
 
-    `weight` of a packed one is inside `packed` and None here; so is `bias`, but of an int8 one.
+    `weight` of a packed one is inside `packed` and empty here; `bias` is there too, but of an int8 one.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage = Storage.PLAIN) -> None:
         self.out_features, self.in_features = weight.shape
         self.storage = storage
-        self.weight: Tensor | None = None
+        self.weight = torch.empty(0, device=weight.device)
         self.bias: Tensor | None = None
         self.packed: torch.ScriptObject | None = None
         if storage is Storage.FP16:
@@ -58,7 +58,6 @@ class Linear:
                 torch.ops.quantized.linear_dynamic.default(spread, self.packed, int8_overflows()) * scale
             )
             return product if self.bias is None else product + self.bias
-        assert self.weight is not None, "a plain matrix has its weight"
         return F.linear(x, self.weight, self.bias)
 
 

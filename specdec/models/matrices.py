@@ -36,7 +36,7 @@ class Matrices(nn.Module):
         if packed:
             # a plain matrix has a place in the list, and nobody reads it
             self.packed = [packed[0] if linear.packed is None else linear.packed for linear in linears]
-        self.weights = [nothing if linear.weight is None else linear.weight for linear in linears]
+        self.weights = [linear.weight for linear in linears]
         self.biases = [nothing if linear.bias is None else linear.bias for linear in linears]
 
     def product(self, matrix: int, x: Tensor) -> Tensor:

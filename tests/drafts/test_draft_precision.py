@@ -70,7 +70,7 @@ def test_packed_and_plain_serving_propose_the_same_trees(
     draft = random_draft(target, tmp_path / "draft")
     runs = []
     for packed in (True, False):
-        config = EngineConfig(kv_tokens=1024, spec=SPEC, weights="auto" if packed else "plain")
+        config = EngineConfig(kv_tokens=1024, spec=SPEC, draft_weights="fp16-packed" if packed else "plain")
         results = Engine(target, draft=draft, config=config).generate(PROMPTS, GREEDY)
         runs.append([(r.token_ids, r.stats.drafted, r.stats.accepted) for r in results])
     assert runs[0] == runs[1]

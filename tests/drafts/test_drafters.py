@@ -212,7 +212,7 @@ def spied(target: Path, draft: Path, spec: SpecConfig, **config: Any) -> tuple[E
         return spies[0]
 
     settings = {"kv_tokens": 2048, "spec": spec, **config}
-    return Engine(target, draft=make, config=EngineConfig(**settings)), spies[0]
+    return Engine(target, draft=make, config=EngineConfig(draft_weights="plain", **settings)), spies[0]
 
 
 SHAPES = [(4, 1, 4), (3, 3, 9), (1, 2, 2), (4, 2, 6)]
