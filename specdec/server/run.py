@@ -30,10 +30,11 @@ _BACKLOG = 2048
 class DrainingServer(uvicorn.Server):
     """Lets running requests finish after the first signal, and leaves at the second."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, url: str = "") -> None:
         super().__init__(config)
         self.exit_code = 0
         self._service = service
+        self._url = url
         self._drain: asyncio.Task[None] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         service.loop.on_death = self._engine_died
@@ -54,6 +55,8 @@ class DrainingServer(uvicorn.Server):
         """Begin to listen."""
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
+        fields = {"url": self._url, "models": list(self._service.config.model_names)}
+        logger.info("ready", extra={"fields": fields})
 
     def _begin_drain(self) -> None:
         logger.info("draining", extra={"fields": {"running_or_waiting": self._service.loop.outstanding}})
@@ -91,9 +94,7 @@ def run_server(service: Service, bound: socket.socket, tls: TlsFiles | None = No
         ssl_keyfile=files.keyfile,
         ssl_keyfile_password=files.keyfile_password,
     )
-    server = DrainingServer(config, service)
-    url = url_of(bound, tls=files.certfile is not None)
-    logger.info("ready", extra={"fields": {"url": url, "models": list(service.config.model_names)}})
+    server = DrainingServer(config, service, url_of(bound, tls=files.certfile is not None))
     server.run(sockets=[bound])
     service.loop.join()
     return server.exit_code
