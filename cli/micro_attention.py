@@ -29,7 +29,7 @@ def attention_case(shape: MicroShape, *, prefill: bool = False) -> KernelCase:
     visible = causal_mask(nodes) if prefill else ancestor_mask(tree_parents(nodes))
     batch = [_sequence(shape, index, visible) for index in range(shape.batch)]
     query = shape.normal(shape.rows, heads, dim)
-    pool = [shape.normal(kv_heads, shape.num_slots, dim) for _ in range(2)]
+    pool = [shape.normal(kv_heads, shape.num_slots, dim, seed=seed) for seed in (1, 2)]
     kv_bytes = 2 * shape.batch * context * kv_heads * dim * shape.item
     what = "a chunk" if prefill else "decoding" if nodes == 1 else "a tree"
     runs, left_out = _baselines(shape, query, pool[0], pool[1], visible)

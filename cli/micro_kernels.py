@@ -110,7 +110,7 @@ def rope_store_case(shape: MicroShape) -> KernelCase:
     model, rows = shape.model, shape.rows
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     qkv = shape.normal(rows, heads + 2 * kv_heads, dim)
-    pool = [shape.normal(kv_heads, shape.num_slots, dim) for _ in range(2)]
+    pool = [shape.normal(kv_heads, shape.num_slots, dim, seed=seed) for seed in (1, 2)]
     rope = RotaryEmbedding(model.rope, max_positions=shape.context, device=shape.device)
     every = torch.arange(shape.context, device=shape.device)
     cos, sin = rope.cos_sin(every, shape.context)
@@ -273,7 +273,7 @@ def draft_loss_case(shape: MicroShape) -> KernelCase:
     """The training loss with its gradient, over a draft vocabulary."""
     slots = _LOSS_SLOTS[torch.device(shape.device).type]
     vocab = min(_DRAFT_VOCAB, shape.model.vocab_size)
-    student, teacher = shape.normal(slots, vocab), shape.normal(slots, vocab)
+    student, teacher = shape.normal(slots, vocab, seed=1), shape.normal(slots, vocab, seed=2)
     rows = torch.arange(slots, device=shape.device)
     log_norm = torch.logsumexp(teacher.float(), dim=-1) + 0.1
     scale = torch.full((slots,), 1.0 / slots, device=shape.device)

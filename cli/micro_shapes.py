@@ -77,9 +77,9 @@ class MicroShape:
         """Rows of a pool that holds all sequences."""
         return self.batch * self.blocks_each * self.block_size
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
         """Numbers to compute with, the same in every run."""
-        generator = torch.Generator(device=self.device).manual_seed(sum(shape))
+        generator = torch.Generator(device=self.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=dtype or self.dtype)
 
     def block_tables(self) -> Tensor:

