@@ -246,7 +246,8 @@ class Engine:
                 self.prefixes.index(share.seq)
         if isinstance(self.drafter, TapDrafter):
             # a long prompt's states would pile up until its first draft
-            self.drafter.absorb([share.seq for share in plan if share.seq.spec and share.seq.is_prefilling])
+            reading = (share.seq for share in plan if share.seq.is_prefilling and not share.seq.is_finished)
+            self.drafter.absorb([seq for seq in reading if seq.spec])
         self.times.propose += proposed - started
         self.times.target += ran - proposed
         ended = time.perf_counter()
