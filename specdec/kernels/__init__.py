@@ -40,6 +40,7 @@ OPERATIONS: dict[str, tuple[str, str]] = {
     "grow_level": ("growth", "reference_growth"),
     "prune_trees": ("growth_end", "reference_growth"),
     "tree_masks": ("growth_end", "reference_growth"),
+    "tree_attention": ("tree_attention", "reference_tree_attention"),
     "rms_norm": ("norms", "reference_norms"),
     "add_rms_norm": ("norms", "reference_norms"),
     "silu_mul": ("norms", "reference_norms"),
