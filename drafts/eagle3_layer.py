@@ -44,7 +44,7 @@ class DeviceLayer:
         self._post_norm = self._vector(layer.post_attention_layernorm.weight)
         self._final_norm = self._vector(head.norm.weight)
         self._tap_norms = (
-            [self._vector(norm.weight) for norm in head.fc_norm]  # type: ignore[union-attr]
+            [self._vector(norm.get_parameter("weight")) for norm in head.fc_norm]
             if self.config.fc_norm
             else []
         )
@@ -69,12 +69,6 @@ class DeviceLayer:
 
     def _vector(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device, self._dtype).contiguous()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the head's own tensors on the device."""
-        linears = (self._fc, self._qkv, self._out, self._gate_up, self._down, self._output)
-        return sum(linear.weight.nbytes for linear in linears)
 
     def fuse(self, states: Tensor) -> Tensor:
         """Features [R, hidden] of taps [R, taps, target_hidden]."""

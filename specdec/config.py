@@ -309,6 +309,28 @@ class EngineConfig:
 
 
 
+def check_shared(ours: EngineConfig, length: int, theirs: EngineConfig, their_length: int) -> None:
+    """Refuse settings under which another engine's weights and rotary tables would not be ours.
+
+    Args:
+        ours: the new engine's.
+        length: its longest text.
+        theirs: of the engine whose target is shared.
+        their_length: its longest text.
+
+    Raises:
+        SpecdecError: a setting that differs, or a longer text.
+    """
+    for name in ("dtype", "device", "weights", "deterministic"):
+        mine, given = getattr(ours, name), getattr(theirs, name)
+        if mine != given:
+            raise SpecdecError(f"{name} ({mine}) must be {given}, as in the engine whose target is shared")
+    if length > their_length:
+        raise SpecdecError(
+            f"max_model_len ({length}) must be at most {their_length}, as in the engine that is shared"
+        )
+
+
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise SpecdecError(f"{name} ({value!r}) must be an integer in {low}..{high}")

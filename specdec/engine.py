@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 
 from specdec.acceptance import commit_tokens, verify_step
-from specdec.admission import Admission, pool_blocks
+from specdec.admission import Admission
 from specdec.blocks import BlockManager
-from specdec.config import EngineConfig, ModelConfig
-from specdec.device.pool_size import MEASURING_BLOCKS, fit_pool
+from specdec.config import EngineConfig, ModelConfig, check_shared
+from specdec.device.pool_size import fit_pool, first_blocks, is_measured
 from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
 from specdec.drafter import Drafter, DraftRequest, TapDrafter, TargetView
 from specdec.errors import SpecdecError
 from specdec.grammar import GrammarCompiler
 from specdec.hub import resolve_target
-from specdec.memory import MemoryReport, TensorAudit, wanted_rows, workspace_bytes
+from specdec.memory import MemoryReport, memory_report
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.pieces import PieceReader
@@ -87,7 +87,7 @@ class Engine:
         dtype = DTYPES[self.config.dtype]
         self.operations = device_operations(self.config, dtype)
         if share is not None:
-            self._check_shared(share)
+            check_shared(self.config, self.max_model_len, share.config, share.max_model_len)
             self.decoder: Decoder = share.decoder
         else:
             self.decoder = Decoder(
@@ -99,12 +99,7 @@ class Engine:
                 weights=self.config.weights,
                 deterministic=self.config.deterministic,
             )
-        measures = self.config.device != "cpu" and self.config.kv_tokens is None
-        num_blocks = (
-            MEASURING_BLOCKS
-            if measures
-            else pool_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
-        )
+        num_blocks = first_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.drafter = self._make_drafter(draft, num_blocks)
         cache = PagedKVCache(
@@ -122,11 +117,10 @@ class Engine:
             if self.operations
             else ModelRunner(self.decoder, cache, boundaries)
         )
-        self._measured_workspace: int | None = None
-        if measures and isinstance(self.runner, DeviceRunner):
-            pools = [cache, *(self.drafter.caches if isinstance(self.drafter, TapDrafter) else ())]
-            num_blocks, self._measured_workspace = fit_pool(
-                self.runner, pools, self.config, self.max_model_len, wanted_rows(self.config, boundaries)
+        self._workspace: int | None = None
+        if is_measured(self.config) and isinstance(self.runner, DeviceRunner):
+            num_blocks, self._workspace = fit_pool(
+                self.runner, self.drafter, self.config, self.max_model_len
             )
         self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
@@ -264,26 +258,7 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes by purpose; the largest step's workspace is measured on a card, and stated elsewhere."""
-        audit = TensorAudit()
-        weights = audit.bytes_of(self.decoder) + audit.bytes_of(self.runner)
-        pools = sum(cache.size_bytes for cache in audit.caches)
-        draft_weights = audit.bytes_of(self.drafter)
-        workspace = self._measured_workspace or workspace_bytes(
-            self.config,
-            self.model_config,
-            max_model_len=self.max_model_len,
-            pool_tokens=self.blocks.num_blocks * self.blocks.block_size,
-            item_bytes=DTYPES[self.config.dtype].itemsize,
-            boundaries=self.drafter.boundaries if self.drafter else (),
-            scores_in_memory=self.operations is None or self.operations.backend == "reference",
-        )
-        return MemoryReport(
-            weights=weights,
-            kv_pool=pools,
-            draft_weights=draft_weights,
-            draft_kv=sum(cache.size_bytes for cache in audit.caches) - pools,
-            workspace=workspace,
-        )
+        return memory_report(self.runner, self.drafter, self.config, self.max_model_len, self._workspace)
 
     def add(self, prompt: Prompt, params: SamplingParams, options: RequestOptions | None = None) -> Sequence:
         """Queue one request; `step` works on it.
@@ -379,25 +354,6 @@ class Engine:
             start = output.logits_start[index]
             node_logits = output.logits[start : start + tree.num_nodes]
             commit_tokens(seq, tree, result, node_logits, was_prefill=was_prefill)
-
-    def _check_shared(self, share: Engine) -> None:
-        """Refuse settings under which the other engine's weights and rotary tables would not be ours."""
-        pairs = {
-            "dtype": (self.config.dtype, share.config.dtype),
-            "device": (self.config.device, share.config.device),
-            "weights": (self.config.weights, share.config.weights),
-            "deterministic": (self.config.deterministic, share.config.deterministic),
-        }
-        for name, (ours, theirs) in pairs.items():
-            if ours != theirs:
-                raise SpecdecError(
-                    f"{name} ({ours}) must be {theirs}, as in the engine whose target is shared"
-                )
-        if self.max_model_len > share.max_model_len:
-            raise SpecdecError(
-                f"max_model_len ({self.max_model_len}) must be at most {share.max_model_len}, as in the "
-                "engine that is shared"
-            )
 
     def _make_drafter(
         self, draft: str | Path | Callable[[TargetView], Drafter] | None, num_blocks: int

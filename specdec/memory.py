@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.config import EngineConfig, ModelConfig
+from specdec.drafter import Drafter
 from specdec.models.layers import Linear, Storage
 from specdec.paged_kv import PagedKVCache
+from specdec.runner import ModelRunner
 
 # rows of one sequence's law and what filters make of it, in float64
 LAW_COPIES = 6
@@ -134,3 +136,41 @@ def workspace_bytes(
     head = wanted * (hidden * item_bytes + model.vocab_size * copies) + rows * hidden * item_bytes
     laws = LAW_COPIES * model.vocab_size * 8
     return max(attention, mlp, head + laws) + taps
+
+
+def memory_report(
+    runner: ModelRunner,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    max_model_len: int,
+    measured_workspace: int | None,
+) -> MemoryReport:
+    """What an engine of these parts holds.
+
+    Args:
+        runner: with the target's weights and pool.
+        drafter: of the engine.
+        config: of the engine.
+        max_model_len: longest text.
+        measured_workspace: bytes, where a largest step has been run.
+    """
+    audit = TensorAudit()
+    weights = audit.bytes_of(runner)
+    pools = sum(cache.size_bytes for cache in audit.caches)
+    draft_weights = audit.bytes_of(drafter)
+    workspace = measured_workspace or workspace_bytes(
+        config,
+        runner.decoder.config,
+        max_model_len=max_model_len,
+        pool_tokens=runner.cache.num_blocks * runner.cache.block_size,
+        item_bytes=runner.decoder.dtype.itemsize,
+        boundaries=runner.boundaries,
+        scores_in_memory=config.device == "cpu",
+    )
+    return MemoryReport(
+        weights=weights,
+        kv_pool=pools,
+        draft_weights=draft_weights,
+        draft_kv=sum(cache.size_bytes for cache in audit.caches) - pools,
+        workspace=workspace,
+    )

@@ -35,9 +35,10 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
-    frozenset({"memory", "scheduler"}),
+    frozenset({"scheduler"}),
     frozenset({"runner"}),
-    frozenset({"acceptance", "device"}),
+    frozenset({"acceptance", "memory"}),
+    frozenset({"device"}),
     frozenset({"engine"}),
     frozenset({"audit", "server"}),
 )

@@ -10,12 +10,14 @@ import logging
 import torch
 from torch import Tensor
 
+from specdec.admission import pool_blocks
 from specdec.attention import SequenceAttention
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, ModelConfig
 from specdec.device.runner import DeviceRunner
+from specdec.drafter import Drafter, TapDrafter
 from specdec.errors import SpecdecError
 from specdec.kernels.device_batch import device_batch
-from specdec.paged_kv import PagedKVCache
+from specdec.memory import wanted_rows
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +26,32 @@ MEASURING_BLOCKS = 2
 GB = 1e9
 
 
+def is_measured(config: EngineConfig) -> bool:
+    """Whether the size of the pool is found by measuring."""
+    return config.device != "cpu" and config.kv_tokens is None
+
+
+def first_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, item_bytes: int) -> int:
+    """Blocks that pools are made with: as `pool_blocks` says, or few where the size is measured later.
+
+    Raises:
+        SpecdecError: a pool that is too small, or too large for the memory.
+    """
+    if is_measured(config):
+        return MEASURING_BLOCKS
+    return pool_blocks(config, model, max_model_len, item_bytes)
+
+
 def fit_pool(
-    runner: DeviceRunner, caches: list[PagedKVCache], config: EngineConfig, max_model_len: int, wanted: int
+    runner: DeviceRunner, drafter: Drafter | None, config: EngineConfig, max_model_len: int
 ) -> tuple[int, int]:
     """Grow pools of `MEASURING_BLOCKS` blocks to what the card has room for.
 
     Args:
         runner: of the engine, its weights loaded.
-        caches: the target's pool and the drafter's.
+        drafter: of the engine, if it has one; its pools grow too.
         config: of the engine.
         max_model_len: longest text.
-        wanted: rows of logits of the largest step.
 
     Returns:
         Blocks of every pool, and the bytes of the largest step's workspace.
@@ -43,10 +60,11 @@ def fit_pool(
         SpecdecError: no room for two blocks.
     """
     device = torch.device(config.device)
+    caches = [runner.cache, *(drafter.caches if isinstance(drafter, TapDrafter) else ())]
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    largest_step(runner, config.max_batch_tokens, wanted)
+    largest_step(runner, config.max_batch_tokens, wanted_rows(config, runner.boundaries))
     torch.cuda.synchronize(device)
     workspace = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.drafts.ngram import NgramDrafter
@@ -100,6 +101,9 @@ def test_a_request_may_bring_its_own_shape(tiny_llama: Path, expected: list[list
     assert off.stats.drafted == 0
 
 
-def test_serving_on_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(SpecdecError, match=r"device \('cuda'\) must be 'cpu'"):
-        EngineConfig(device="cuda")
+def test_a_card_that_is_not_there_is_refused_by_name(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SpecdecError, match=r"device \(cuda\) needs a CUDA card"):
+        Engine(tiny_llama, config=EngineConfig(device="cuda"))
