@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 
 PREFIX = "specdec:"
 # seconds; vLLM's buckets, with finer ones below for small models
@@ -37,6 +37,8 @@ class ServerMetrics:
     """All counters and histograms, in a registry of their own."""
 
     def __init__(self) -> None:
+        # the time each counter was made doubles the page and tells nothing
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read, once for each prompt.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens written.")
@@ -58,6 +60,11 @@ class ServerMetrics:
         self._ended = self._counter("request_finished", "Sequences ended.", ("finished_reason",))
         self._refused = self._counter("requests_refused", "Requests ended by a limit.", ("reason",))
         self._responses = self._counter("http_requests", "HTTP responses.", ("route", "code"))
+        # known reasons are there from the start, so that the first of them is a rate too
+        for reason in ("stop", "length", "timeout", "abort", "error"):
+            self._ended.labels(finished_reason=reason)
+        for reason in ("queue_full", "slow_reader"):
+            self._refused.labels(reason=reason)
         self._failed_steps = self._counter("engine_failed_steps", "Engine steps that raised.")
         # in the order of SequenceMeter's counts
         self._speculation = tuple(
