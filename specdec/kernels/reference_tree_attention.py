@@ -6,6 +6,8 @@ is slow and needs synchronisation; it is for tests, and for devices without Trit
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def tree_attention(
     group = heads // kv_heads
     output = query.new_zeros(rows, heads * dim)
     starts = batch.query_start.tolist()
-    for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for index, (start, end) in enumerate(itertools.pairwise(starts)):
         if start == end:
             continue
         visible = visible_keys(batch, index, window)

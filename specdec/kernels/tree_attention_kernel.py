@@ -12,16 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec.kernels.device_batch import WORD_BITS
+from specdec.kernels.tree_attention_visibility import key_positions, seen_bits, spread
 
 # how keys and values are stored: in the query's dtype, or as codes (fp8 as bytes where a card has no fp8)
 PLAIN, INT8, FP8, FP8_BYTES = (tl.constexpr(kind) for kind in range(4))
-_WORD_BITS = tl.constexpr(WORD_BITS)
 
 
 @triton.jit
 def _load_rows(base, slots, stride, needed, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `slots` of one head as [BLOCK_N, BLOCK_D]; what lies past D or is not needed is 0, and not read."""
+    """Rows `slots` of one head [BLOCK_N, BLOCK_D]; what lies past D or is not needed is 0, and not read."""
     dims = tl.arange(0, BLOCK_D)
     pointers = base + slots[:, None] * stride + dims[None, :]
     if MASKED:
@@ -42,69 +41,6 @@ def _decoded(codes, KIND: tl.constexpr, dtype: tl.constexpr):
     if KIND == FP8:
         return codes.to(tl.float16).to(dtype)
     return codes.to(dtype)
-
-
-@triton.jit
-def _low_bits(count):
-    """Word with the lowest `count` bits set, 0 below 0 and all above 64."""
-    count = tl.minimum(tl.maximum(count, 0), 64).to(tl.uint64)
-    # a shift by the whole word is undefined, two by half of it are not
-    half = count // 2
-    return ((count * 0 + 1) << half << (count - half)) - 1
-
-
-@triton.jit
-def _seen_bits(
-    first_key, row, valid, own, end, context, high, is_chain, words_ptr, num_words, HAS_CHAIN: tl.constexpr
-):
-    """Per row a word, bit n: the row sees key first_key + n of its sequence, windows apart."""
-    new = tl.maximum(first_key - context, 0)
-    lead = tl.minimum(tl.maximum(context - first_key, 0), 64).to(tl.uint64)
-    word, shift = new // _WORD_BITS, (new % _WORD_BITS).to(tl.uint64)
-    words = words_ptr + row.to(tl.int64) * num_words + word
-    # rows whose word exists; a chain has none (the interpreter cannot mask by a scalar condition)
-    low_end = tl.where(is_chain | (word >= num_words), 0, end)
-    high_end = tl.where(is_chain | (word + 1 >= num_words), 0, end)
-    lower = tl.load(words, mask=valid & (row < low_end), other=0).to(tl.uint64, bitcast=True)
-    upper = tl.load(words + 1, mask=valid & (row < high_end), other=0).to(tl.uint64, bitcast=True)
-    # no shift reaches 64: that would be undefined
-    bits = (lower >> shift) | (upper << 1 << (63 - shift))
-    bits = (bits << (lead // 2) << (lead - lead // 2)) | _low_bits(context - first_key)
-    if HAS_CHAIN:
-        bits = tl.where(is_chain, _low_bits(own + context - first_key + 1), bits)
-    return bits & _low_bits(high - first_key)
-
-
-@triton.jit
-def _spread(bits, BLOCK_N: tl.constexpr):
-    """Bits of each row's word as a mask [BLOCK_M, BLOCK_N]."""
-    lanes = tl.arange(0, BLOCK_N)
-    half = bits.to(tl.uint32)[:, None]
-    if BLOCK_N > 32:
-        half = tl.where((lanes < 32)[None, :], half, (bits >> 32).to(tl.uint32)[:, None])
-    return ((half >> (lanes % 32).to(tl.uint32)[None, :]) & 1) != 0
-
-
-@triton.jit
-def _key_positions(
-    keys,
-    needed,
-    start,
-    seq,
-    context,
-    positions_ptr,
-    new_positions_ptr,
-    new_positions_stride,
-    HAS_NEW_POSITIONS: tl.constexpr,
-):
-    """Positions of a tile's keys: committed rows stand at their index."""
-    new = keys - context
-    is_new = needed & (new >= 0)
-    if HAS_NEW_POSITIONS:
-        places = new_positions_ptr + seq.to(tl.int64) * new_positions_stride + new
-    else:
-        places = positions_ptr + start + new
-    return tl.where(new < 0, keys, tl.load(places, mask=is_new, other=0))
 
 
 @triton.jit(
@@ -167,6 +103,7 @@ def attention_kernel(
     HAS_NEW_POSITIONS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
+    ONE_WORD: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -181,8 +118,8 @@ def attention_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
 
-    # sequence b owns the tiles from start // QUERIES + b: at least as many as it fills, found without a search;
-    # the rows past the last sequence act as one more, which has no keys and therefore writes zeros
+    # sequence b owns the tiles from start // QUERIES + b, at least as many as it fills; the rows past the
+    # last sequence act as one more, which has no keys and therefore writes zeros
     seqs = tl.arange(0, BLOCK_SEQS)
     starts = tl.load(query_start_ptr + seqs, mask=seqs <= num_seqs, other=0)
     begun = (seqs <= num_seqs) & (starts // QUERIES + seqs <= tile)
@@ -255,6 +192,9 @@ def attention_kernel(
         value_scale_base += kv_head.to(tl.int64) * scale_head_stride
     table = table_ptr + seq.to(tl.int64) * table_width
 
+    first_words = tl.zeros([BLOCK_M], tl.uint64)
+    if ONE_WORD:
+        first_words = tl.load(words_ptr + row, mask=valid, other=0).to(tl.uint64, bitcast=True)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -266,16 +206,17 @@ def attention_kernel(
             loop_start, loop_end = tl.maximum(first_tile, full_tile), end_tile
         else:
             loop_start, loop_end = first_tile, full_tile
+        keys = loop_start * BLOCK_N + lanes
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= low) & (keys < high), other=0)
         # the tail of a long walk is a tile or two, not worth a pipeline of its own
         for index in tl.range(loop_start, loop_end, num_stages=1 if MASKED and not ONE_LOOP else STAGES):
             keys = index * BLOCK_N + lanes
             # rows outside are neither looked up in the block table nor read from the pool
             needed = (keys >= low) & (keys < high)
-            if MASKED:
-                blocks = tl.load(table + keys // BLOCK_SIZE, mask=needed, other=0)
-            else:
-                blocks = tl.load(table + keys // BLOCK_SIZE)
             slots = blocks.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+            # looked up one tile ahead, so that no row waits for its address
+            keys_ahead = keys + BLOCK_N
+            blocks = tl.load(table + keys_ahead // BLOCK_SIZE, mask=keys_ahead < high, other=0)
             key = _load_rows(key_base, slots, key_slot_stride, needed, HEAD_DIM, BLOCK_D, MASKED)
             if KIND != PLAIN:
                 key = _decoded(key, KIND, query.dtype)
@@ -284,8 +225,9 @@ def attention_kernel(
                 key_scale = tl.load(key_scale_base + slots, mask=needed, other=0.0)
                 scores *= (key_scale * 256.0 if KIND == FP8_BYTES else key_scale)[None, :]
             if MASKED:
-                bits = _seen_bits(
+                bits = seen_bits(
                     index * BLOCK_N,
+                    first_words,
                     row,
                     valid,
                     own,
@@ -296,10 +238,11 @@ def attention_kernel(
                     words_ptr,
                     num_words,
                     HAS_CHAIN,
+                    ONE_WORD,
                 )
-                seen = _spread(bits, BLOCK_N)
+                seen = spread(bits, BLOCK_N)
                 if WINDOWED:
-                    key_position = _key_positions(
+                    key_position = key_positions(
                         keys,
                         needed,
                         start,
@@ -323,7 +266,7 @@ def attention_kernel(
             if KIND != PLAIN:
                 value = _decoded(value, KIND, query.dtype)
                 value_scale = tl.load(value_scale_base + slots, mask=needed, other=0.0)
-                # float16 weights would fade to zero under small scales: the tile's largest is multiplied later
+                # float16 weights would fade to zero under small scales: the largest is multiplied later
                 largest = tl.max(value_scale, 0)
                 weights *= (value_scale / tl.where(largest > 0, largest, 1.0))[None, :]
                 unit = largest * 256.0 if KIND == FP8_BYTES else largest
