@@ -20,7 +20,7 @@ from specdec.acceptance import commit_tokens, verify_step
 from specdec.admission import Admission
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig, check_shared
-from specdec.device.pool_size import fit_pool, first_blocks, is_measured
+from specdec.device.pool_size import first_blocks, fit_pool, is_measured
 from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
 from specdec.drafter import Drafter, DraftRequest, TapDrafter, TargetView
@@ -119,9 +119,7 @@ class Engine:
         )
         self._workspace: int | None = None
         if is_measured(self.config) and isinstance(self.runner, DeviceRunner):
-            num_blocks, self._workspace = fit_pool(
-                self.runner, self.drafter, self.config, self.max_model_len
-            )
+            num_blocks, self._workspace = fit_pool(self.runner, self.drafter, self.config, self.max_model_len)
         self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
