@@ -152,27 +152,26 @@ def compile_cases() -> list[CompileCase]:
             constants={"SP": 128},
         )
     ]
-    for dtype in ("fp32", "bf16"):
-        shared: dict[str, Any] = {
-            "constants": {"TILE": TILE},
-            "aligned": ("logit_ptr", "stride", "V"),
-            "num_warps": WARPS,
-        }
-        logits = {"logit_ptr": f"*{dtype}"}
-        cases.append(
-            CompileCase(
-                name=f"row_choices/race-{dtype}",
-                kernel=_race_kernel,
-                signature=logits | law | tree | race | numbers | {"S": "i32"},
-                **shared,
-            )
+    shared: dict[str, Any] = {
+        "constants": {"TILE": TILE},
+        "aligned": ("logit_ptr", "stride", "V"),
+        "num_warps": WARPS,
+    }
+    logits = {"logit_ptr": "*bf16"}
+    cases.append(
+        CompileCase(
+            name="row_choices/race",
+            kernel=_race_kernel,
+            signature=logits | law | tree | race | numbers | {"S": "i32"},
+            **shared,
         )
-        cases.append(
-            CompileCase(
-                name=f"row_choices/probs-{dtype}",
-                kernel=_probs_kernel,
-                signature=logits | law | {"out_ptr": "*fp64"} | numbers,
-                **shared,
-            )
+    )
+    cases.append(
+        CompileCase(
+            name="row_choices/probs",
+            kernel=_probs_kernel,
+            signature=logits | law | {"out_ptr": "*fp64"} | numbers,
+            **shared,
         )
+    )
     return cases

@@ -31,8 +31,8 @@ from specdec.kernels.tree_records import RowLaws, RowParams
 from specdec.sampling_params import GREEDY_TEMPERATURE
 
 _GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
-# ids of one step of the search, and parts an interval is cut into: 24 numbers a part for each of 256 threads
-SEARCH_TILE = 1024
+# ids of one step of the search, and parts an interval is cut into: 48 counters for each of 256 threads
+SEARCH_TILE = 512
 WAYS = 8
 
 
@@ -267,28 +267,26 @@ def compile_cases() -> list[CompileCase]:
             constants={"SP": 128},
         )
     ]
-    for dtype in ("fp32", "bf16"):
-        logits = {"logit_ptr": f"*{dtype}"}
-        for with_sum in (False, True):
-            pointers = {**logits, **tiles, "temperature_ptr": "*fp64", "sum_ptr": "*fp64"}
-            cases.append(
-                CompileCase(
-                    name=f"sampling_rows/tiles-{dtype}-{'laws' if with_sum else 'greedy'}",
-                    kernel=_tiles_kernel,
-                    signature=pointers | numbers,
-                    constants={"WITH_SUM": with_sum, "TILE": TILE},
-                    aligned=("logit_ptr", "stride", "V"),
-                    num_warps=WARPS,
-                )
-            )
+    for name, dtype in (("greedy", "bf16"), ("laws", "bf16"), ("laws", "fp32")):
+        pointers = {**tiles, "logit_ptr": f"*{dtype}", "temperature_ptr": "*fp64", "sum_ptr": "*fp64"}
         cases.append(
             CompileCase(
-                name=f"sampling_rows/laws-{dtype}",
-                kernel=_laws_kernel,
-                signature=logits | tiles | {"sum_ptr": "*fp64"} | params | out | numbers,
-                constants={"SP": 128, "TILE": TILE, "STEP": SEARCH_TILE, "WAYS": WAYS},
+                name=f"sampling_rows/tiles-{name}-{dtype}",
+                kernel=_tiles_kernel,
+                signature=pointers | numbers,
+                constants={"WITH_SUM": name == "laws", "TILE": TILE},
                 aligned=("logit_ptr", "stride", "V"),
                 num_warps=WARPS,
             )
         )
+    cases.append(
+        CompileCase(
+            name="sampling_rows/laws",
+            kernel=_laws_kernel,
+            signature={"logit_ptr": "*bf16", "sum_ptr": "*fp64"} | tiles | params | out | numbers,
+            constants={"SP": 128, "TILE": TILE, "STEP": SEARCH_TILE, "WAYS": WAYS},
+            aligned=("logit_ptr", "stride", "V"),
+            num_warps=WARPS,
+        )
+    )
     return cases

@@ -218,7 +218,7 @@ def check_finished(grown: GrownTrees, index: int, tree: DraftTree, depths: Tenso
 @BOTH
 def test_trees_grow_as_on_the_host(modules: Modules, dtype: torch.dtype) -> None:
     """Mixed modes and limits in one batch, -inf, rows of NaN, draft vocabularies with holes."""
-    compared = sum(check_case(modules, seed, dtype=dtype) for seed in range(3 if modules is TRITON else 40))
+    compared = sum(check_case(modules, seed, dtype=dtype) for seed in range(2 if modules is TRITON else 40))
     assert compared >= 4
 
 
@@ -249,9 +249,12 @@ def test_masks_are_the_hosts(modules: Modules, rows: int) -> None:
     parents = [
         [-1, *(int(rng.integers(max(0, node - 3), node)) for node in range(1, rows))] for _ in range(2)
     ]
-    depths, words = modules[1].tree_masks(integers(parents), max_depth=rows)  # type: ignore[arg-type]
-    for index, one in enumerate(parents):
-        tree = DraftTree(token_ids=[0] * rows, parents=one)
+    trees = [DraftTree(token_ids=[0] * rows, parents=one) for one in parents]
+    depths, words = modules[1].tree_masks(
+        torch.tensor(parents, dtype=torch.int32, device=DEVICE),
+        max_depth=max(tree.max_depth for tree in trees),
+    )
+    for index, (tree, one) in enumerate(zip(trees, parents, strict=True)):
         assert depths[index].tolist() == tree.depths
         assert torch.equal(unpack_bits(words[index], rows).cpu(), ancestor_mask(one))
 

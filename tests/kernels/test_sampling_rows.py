@@ -215,3 +215,33 @@ def test_a_winner_differs_from_the_hosts_less_than_once_in_1e12_races(device: st
         gaps.append(1.0 - fastest[:, 1] / fastest[:, 0])
     for share in (0.01, 0.03, 0.1):
         assert (torch.cat(gaps) < share).double().mean() < 1.5 * share
+
+
+@pytest.mark.gpu
+def test_laws_of_a_real_vocabulary_are_the_hosts_in_bf16() -> None:
+    """Many tiles, odd length, and the ties that bf16 makes of every row."""
+    logits = random_logits(len(SETTINGS), 151_937, 3).bfloat16()
+    laws = check_laws(CHOICES["triton"], logits, SETTINGS, "cuda")
+    again = sampling_rows.row_laws(logits.cuda(), row_params(SETTINGS, "cuda"))
+    assert torch.equal(laws.numbers, again.numbers), "the order of a sum is fixed"
+
+
+@pytest.mark.gpu
+def test_races_of_a_real_vocabulary_have_the_hosts_winners_in_bf16() -> None:
+    logits = random_logits(64, 151_937, 4).bfloat16()
+    tree = TreeRows(
+        node_start=torch.tensor([0, 64], dtype=torch.int32, device="cuda"),
+        parents=torch.arange(-1, 63, dtype=torch.int32, device="cuda"),
+        token_ids=torch.zeros(64, dtype=torch.int64, device="cuda"),
+        max_nodes=64,
+        max_depth=63,
+    )
+    chosen = [SETTINGS[row % 6] for row in range(64)]
+    laws = sampling_rows.row_laws(logits.cuda(), row_params(chosen, "cuda"))
+    positions = torch.arange(1000, 1064, dtype=torch.int32, device="cuda")
+    seeds = torch.tensor([9], device="cuda")
+    winners = row_choices.race_winners(logits.cuda(), laws, tree, seeds, positions).tolist()
+    stream = RandomStream(9)
+    assert winners == [
+        stream.race(1000 + row, host_law(logits[row], chosen[row]).numpy())[0] for row in range(64)
+    ]

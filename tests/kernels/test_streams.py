@@ -76,3 +76,16 @@ def test_race_noise_is_numpys_up_to_the_logarithm(module: ModuleType, count: int
     )
     assert found.dtype == torch.float64
     np.testing.assert_array_max_ulp(found.cpu().numpy(), wanted, maxulp=LOG_ULPS)
+
+
+@pytest.mark.gpu
+def test_a_card_draws_numpys_numbers() -> None:
+    """The compiled high half of a product, and the card's own logarithm, over a real vocabulary."""
+    seeds = tensors([seed_bits(seed) for seed in SEEDS], "cuda")
+    places = tensors([0, 1, 7, 131071, 5, 9], "cuda", torch.int32)
+    uniforms = streams.uniforms(seeds, places, places, purpose=Purpose.ACCEPT, count=65).tolist()
+    noise = streams.exponentials(seeds, places, count=151_937).cpu().numpy()
+    for row, (seed, place) in enumerate(zip(SEEDS, places.tolist(), strict=True)):
+        assert uniforms[row] == RandomStream(seed).uniform(place, Purpose.ACCEPT, count=65, node=place)
+        wanted = RandomStream(seed).exponentials(place, 151_937)
+        np.testing.assert_array_max_ulp(noise[row], wanted, maxulp=LOG_ULPS)
