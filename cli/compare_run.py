@@ -223,12 +223,8 @@ def our_facts(engine: Engine) -> dict[str, Any]:
     return {
         "engine": f"specdec {versions()['specdec']}",
         "versions": {"torch": torch.__version__},
-        "weights": engine.config.dtype,
-        "settings": {
-            "threads": torch.get_num_threads(),
-            "matrices_held_in_fp16": packed,
-            "matrices": matrices,
-        },
+        "weights": f"{engine.config.dtype}, {packed} of {matrices} matrices held in fp16",
+        "settings": {"threads": torch.get_num_threads()},
     }
 
 

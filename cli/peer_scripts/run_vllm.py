@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 # beside this file, which is how the peer's own Python finds it
@@ -49,7 +50,8 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
             "enforce_eager": True,
             "prefix_caching": False,
             "threads": torch.get_num_threads(),
-            "speculative": speculative,
+            # the draft's name, not its place on this machine
+            "speculative": speculative and {key: Path(str(value)).name for key, value in speculative.items()},
         },
     }
     return facts, answer
