@@ -65,6 +65,15 @@ def generate(
         float | None,
         typer.Option(help="Draw accepted lengths with this mean, for speed alone; the text is meaningless."),
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same text in every dtype, whatever the batch.")
+    ] = False,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a card's memory to use, KV pool included.")
+    ] = 0.9,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of --prompts.")] = None,
 ) -> None:
@@ -138,6 +147,11 @@ def generate(
         params=params,
         raw=raw,
         lossy=lossy,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        deterministic=deterministic,
+        gpu_memory_utilization=gpu_memory_utilization,
         batch_size=batch_size,
     )
     if prompts is not None:

@@ -13,6 +13,7 @@ from specdec.cli.console import emit_json, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file, require_shorter, require_unicode
 from specdec.cli.outputs import require_own_record, require_writable
 from specdec.cli.shapes import simulation_notice
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
@@ -33,15 +34,27 @@ class GenerationPlan:
     raw: bool
     lossy: bool
     batch_size: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    kernels: str = "auto"
+    deterministic: bool = False
+    gpu_memory_utilization: float = 0.9
     simulate_acceptance: float | None = None
 
     def engine(self, max_num_seqs: int) -> Engine:
-        config = EngineConfig(
-            max_num_seqs=max_num_seqs,
-            spec=self.spec,
-            allow_lossy=self.lossy,
-            simulate_acceptance=self.simulate_acceptance,
-        )
+        names = ("device", "dtype", "kernels", "gpu_memory_utilization")
+        with usage_errors(flags_of(dict.fromkeys(names), {})):
+            config = EngineConfig(
+                max_num_seqs=max_num_seqs,
+                spec=self.spec,
+                allow_lossy=self.lossy,
+                simulate_acceptance=self.simulate_acceptance,
+                device=self.device,
+                dtype=self.dtype,
+                kernels=self.kernels,
+                deterministic=self.deterministic,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+            )
         if self.simulate_acceptance is not None:
             say(simulation_notice(self.simulate_acceptance)["simulation"])
         return Engine(self.target, draft=self.draft, config=config)

@@ -57,6 +57,9 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same text in every dtype, whatever the batch.")
     ] = False,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a card's memory to use, KV pool included.")
+    ] = 0.9,
     timeout: Annotated[
         float | None, typer.Option(help="Longest time of a request in seconds, queueing included.")
     ] = None,
@@ -147,6 +150,7 @@ def serve(
             dtype=dtype,
             kernels=kernels,
             deterministic=deterministic,
+            gpu_memory_utilization=gpu_memory_utilization,
             allow_lossy=lossy,
             spec=spec,
         )
