@@ -44,6 +44,7 @@ class CompileCase:
         num_stages: software pipeline depth.
         max_spill_bytes: stack bytes per thread that are let pass; the test of the harness bounds by this.
         max_shared_bytes: shared memory per program that is let pass; None for what the card has.
+        archs: cards it is compiled for; variants beside a kernel's first case may name the one that matters.
     """
 
     name: str
@@ -55,6 +56,7 @@ class CompileCase:
     num_stages: int = 3
     max_spill_bytes: int = 0
     max_shared_bytes: int | None = None
+    archs: tuple[int, ...] = ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class CompiledInfo:
     """What one case costs on one architecture; `spill_bytes` is the stack frame of a thread."""
 
     name: str
+    kernel: str
     arch: int
     num_warps: int
     registers: int
@@ -104,6 +107,7 @@ def compile_for(case: CompileCase, arch: int, *, max_registers: int | None = Non
     registers, stack = _registers_and_stack(cubin)
     return CompiledInfo(
         name=case.name,
+        kernel=case.kernel.__name__,
         arch=arch,
         num_warps=case.num_warps,
         registers=registers,
@@ -152,9 +156,9 @@ def run_uninterpreted(arguments: Sequence[str]) -> str:
     return done.stdout
 
 
-def compile_in_subprocess(archs: Iterable[int] = ARCHITECTURES) -> list[CompiledInfo]:
-    """Compile every case for every architecture in a process that does not interpret kernels."""
-    told = run_uninterpreted(["-m", "specdec.kernels.compiled", *(str(arch) for arch in archs)])
+def compile_in_subprocess() -> list[CompiledInfo]:
+    """Compile every case for its architectures in a process that does not interpret kernels."""
+    told = run_uninterpreted(["-m", "specdec.kernels.compiled"])
     return [CompiledInfo(**entry) for entry in json.loads(told.splitlines()[-1])]
 
 
@@ -172,8 +176,8 @@ def as_table(infos: Iterable[CompiledInfo]) -> str:
 
 
 def main() -> None:
-    """Compile all cases for the architectures of the command line; the last line is JSON."""
-    infos = [compile_for(case, int(arch)) for arch in sys.argv[1:] for case in all_cases()]
+    """Compile all cases for their architectures; the last line is JSON."""
+    infos = [compile_for(case, arch) for case in all_cases() for arch in case.archs]
     print(as_table(infos))
     print(json.dumps([asdict(info) for info in infos]))
 
