@@ -158,25 +158,29 @@ def draft_loss(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Both gradients of a slot in bf16, and the plain one in fp32."""
+    """The plain gradient as training in bf16 makes it, whose target stays in fp32, and the others."""
     cases = []
-    for kind, dtype in (("kl", "*bf16"), ("lk-mix", "*bf16"), ("lk", "*fp32")):
-        logits = ("student_ptr", "teacher_ptr")
+    for kind, student, teacher in (
+        ("kl", "*bf16", "*fp32"),
+        ("lk-mix", "*bf16", "*bf16"),
+        ("lk", "*fp32", "*fp32"),
+    ):
         numbers = ("log_norm_ptr", "scale_ptr", "loss_ptr", "overlap_ptr")
         sizes = ("student_stride", "teacher_stride", "V")
         cases.append(
             CompileCase(
-                name=f"draft_loss/{kind}-{dtype[1:]}",
+                name=f"draft_loss/{kind}-{student[1:]}-{teacher[1:]}",
                 kernel=_draft_loss_kernel,
                 signature={
-                    **dict.fromkeys(logits, dtype),
+                    "student_ptr": student,
+                    "teacher_ptr": teacher,
                     **dict.fromkeys(numbers, "*fp32"),
                     "rows_ptr": "*i64",
                     "best_ptr": "*i64",
                     **dict.fromkeys(sizes, "i32"),
                 },
                 constants={"KIND": KINDS.index(kind), "BLOCK": TILE},
-                aligned=(*logits, *numbers, *sizes),
+                aligned=("student_ptr", "teacher_ptr", *numbers, *sizes),
                 num_warps=NUM_WARPS,
             )
         )

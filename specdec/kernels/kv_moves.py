@@ -110,12 +110,18 @@ def commit_path(
 
 
 def compile_cases() -> list[CompileCase]:
-    """A tree of depth 8 over 16-bit rows of 128, and a chain of 64 over eight-bit ones."""
+    """Depth 8 over 16-bit rows of 128 numbers, chains of 64 over eight-bit rows, and their scales."""
     cases = []
-    for name, kind, depth in (("16-bit-depth8", "*i16", 8), ("8-bit-depth64", "*u8", 64)):
-        rows, columns = _tile(depth, 128)
-        integers = ["num_nodes", "nodes_stride", "table_stride", "KV_HEADS", "D"]
-        integers += ["layer_stride", "kind_stride", "head_stride", "slot_stride"]
+    for name, kind, depth, dim in (
+        ("16-bit", "*i16", 8, 128),
+        ("8-bit", "*u8", 64, 128),
+        ("scales", "*i32", 64, 1),
+    ):
+        rows, columns = _tile(depth, dim)
+        # the launcher makes a constant of every integer that is 1
+        single = {"D": 1, "slot_stride": 1} if dim == 1 else {}
+        strides = ["layer_stride", "kind_stride", "head_stride", "D", "slot_stride"]
+        integers = [*strides, "num_nodes", "nodes_stride", "table_stride", "KV_HEADS"]
         cases.append(
             CompileCase(
                 name=f"kv_moves/commit-{name}",
@@ -125,10 +131,10 @@ def compile_cases() -> list[CompileCase]:
                     "nodes_ptr": "*i64",
                     "context_ptr": "*i32",
                     "table_ptr": "*i32",
-                    **dict.fromkeys(integers, "i32"),
+                    **{integer: "i32" for integer in integers if integer not in single},
                 },
-                constants={"BLOCK_SIZE": 16, "DEPTH": rows, "BLOCK_D": columns},
-                aligned=("data_ptr", "D", "layer_stride", "kind_stride", "head_stride", "slot_stride"),
+                constants={"BLOCK_SIZE": 16, "DEPTH": rows, "BLOCK_D": columns} | single,
+                aligned=("data_ptr", *(stride for stride in strides if stride not in single)),
             )
         )
     return cases
