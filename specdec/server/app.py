@@ -22,7 +22,14 @@ import specdec
 from specdec.server.access import Access, Keys, problem_response
 from specdec.server.chat import Chats
 from specdec.server.completions import Completions
-from specdec.server.fields import ChatFields, CompletionFields, DetokenizeFields, Fields, TokenizeFields
+from specdec.server.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    Fields,
+    GeneratingFields,
+    TokenizeFields,
+)
 from specdec.server.gauges import EngineGauges
 from specdec.server.operations import add_operations
 from specdec.server.page import add_page
@@ -128,7 +135,13 @@ def _described(text: str) -> dict[str, Any]:
 
 def _body(model: type[Fields]) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    described: dict[str, Any] = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+    }
+    if issubclass(model, GeneratingFields):
+        events = {"schema": {"type": "string"}}
+        described["responses"] = {"200": {"description": "OK", "content": {"text/event-stream": events}}}
+    return described
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import specdec
 from specdec.server.problems import Problem
@@ -33,7 +33,7 @@ def add_operations(router: APIRouter, service: Service) -> None:
             raise Problem(503, reason, code="not_ready", retry_after_s=service.config.retry_after_s)
         return JSONResponse({"status": "ready"})
 
-    @router.get("/metrics", tags=["operations"])
+    @router.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters and gauges in Prometheus' text format."""
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
