@@ -252,9 +252,13 @@ class PrefixCache:
         hits: list[Hit] = []
         count = (len(seq.token_ids) - 1) // self.block_size
         for number, chain in enumerate(self._hashes(seq, count)[1:]):
-            hit = self._find(chain, seq, (number + 1) * self.block_size)
+            end = (number + 1) * self.block_size
+            hit = self._find(chain, seq, end)
             if hit is None:
                 break
+            if seq.prefix_use == "draft" and seq.num_output and end == len(seq.token_ids) - 1:
+                # its next step drafts, from the output of this row: it is made again, not in a shared block
+                hit = Hit(hit.key, hit.block, False)
             hits.append(hit)
             if not hit.exact:
                 break
