@@ -261,7 +261,6 @@ class Decoder:
             x,
             cos.to(self.dtype),
             sin.to(self.dtype),
-            self.config.head_dim**-0.5,
             cache.data,
             batch.slots,
             -1 if first_slot is None else first_slot,

@@ -10,6 +10,7 @@ Letters: T rows of the batch, h query heads, k KV heads, d head_dim.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +145,56 @@ def attend(
     return output
 
 
+def store_and_attend(
+    rotated: Tensor,
+    new_values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    first_slot: int,
+    starts: list[int],
+    counts: list[int],
+    first_slots: list[int],
+    lengths: list[int],
+    gathers: list[Tensor],
+    biases: list[Tensor],
+) -> Tensor:
+    """Put the new rows' keys and values into the cache, then attend: -> [T, h * d].
+
+    Args:
+        rotated: queries, then keys [T, h + k, d]; the queries are overwritten.
+        new_values: [T, k, d].
+        key_cache: [k, slots, d].
+        value_cache: [k, slots, d].
+        slots: where the first rows of the batch go; the rest is padding.
+        first_slot: the first of them if they are consecutive, else -1.
+        starts: as the rest, see `AttentionLists`.
+        counts: .
+        first_slots: .
+        lengths: .
+        gathers: .
+        biases: of the layer's window.
+    """
+    kv_heads, stored = key_cache.size(0), slots.size(0)
+    heads = rotated.size(1) - kv_heads
+    keys = rotated.narrow(1, heads, kv_heads).narrow(0, 0, stored).transpose(0, 1)
+    values = new_values.narrow(0, 0, stored).transpose(0, 1)
+    if first_slot >= 0:
+        key_cache.narrow(1, first_slot, stored).copy_(keys)
+        value_cache.narrow(1, first_slot, stored).copy_(values)
+    else:
+        key_cache.index_copy_(1, slots, keys)
+        value_cache.index_copy_(1, slots, values)
+    query = rotated.narrow(1, 0, heads).mul_(1.0 / math.sqrt(rotated.size(2)))
+    return attend(query, key_cache, value_cache, starts, counts, first_slots, lengths, gathers, biases)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Product of silu(gate) and up, of a fused projection [T, 2 * inner] with the gate first."""
+    inner = gate_up.size(1) // 2
+    return F.silu(gate_up.narrow(1, 0, inner)).mul_(gate_up.narrow(1, inner, inner))
+
+
 class LayerLoop(Matrices):
     """All layers of a decoder.
 
@@ -172,7 +223,6 @@ class LayerLoop(Matrices):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        query_scale: float,
         cache: Tensor,
         slots: Tensor,
         first_slot: int,
@@ -191,7 +241,6 @@ class LayerLoop(Matrices):
             x: embeddings [T, hidden].
             cos: [T, 1, d].
             sin: [T, 1, d], the first half's sign turned.
-            query_scale: of the scores.
             cache: keys and values [layers, 2, k, slots, d].
             slots: where the first rows of the batch go; the rest is padding.
             first_slot: the first of them if they are consecutive, else -1.
@@ -207,7 +256,7 @@ class LayerLoop(Matrices):
         Returns:
             The residual stream [T, hidden] after the last layer.
         """
-        rows, dim, stored = x.size(0), self.head_dim, slots.size(0)
+        rows, dim = x.size(0), self.head_dim
         kv_heads = cache.size(2)
         for index in range(self.num_layers):
             for column in range(len(boundaries)):
@@ -221,20 +270,14 @@ class LayerLoop(Matrices):
                 rotated = rotate(torch.cat([query, key], 1), cos, sin)
             else:
                 rotated = rotate(qkv.narrow(1, 0, heads + kv_heads), cos, sin)
-            new_keys = rotated.narrow(1, heads, kv_heads).narrow(0, 0, stored).transpose(0, 1)
-            new_values = qkv.narrow(1, heads + kv_heads, kv_heads).narrow(0, 0, stored).transpose(0, 1)
             layer = cache.select(0, index)
-            keys, values = layer.select(0, 0), layer.select(0, 1)
-            if first_slot >= 0:
-                keys.narrow(1, first_slot, stored).copy_(new_keys)
-                values.narrow(1, first_slot, stored).copy_(new_values)
-            else:
-                keys.index_copy_(1, slots, new_keys)
-                values.index_copy_(1, slots, new_values)
-            attended = attend(
-                rotated.narrow(1, 0, heads).mul_(query_scale),
-                keys,
-                values,
+            attended = store_and_attend(
+                rotated,
+                qkv.narrow(1, heads + kv_heads, kv_heads),
+                layer.select(0, 0),
+                layer.select(0, 1),
+                slots,
+                first_slot,
                 starts,
                 counts,
                 first_slots,
@@ -244,9 +287,7 @@ class LayerLoop(Matrices):
             )
             x = x + self.product(4 * index + 1, attended)
             gate_up = self.product(4 * index + 2, rms(x, self.post_norms[index], self.eps))
-            inner = gate_up.size(1) // 2
-            gated = F.silu(gate_up.narrow(1, 0, inner)).mul_(gate_up.narrow(1, inner, inner))
-            x = x.add_(self.product(4 * index + 3, gated))
+            x = x.add_(self.product(4 * index + 3, gated(gate_up)))
         for column in range(len(boundaries)):
             if boundaries[column] == self.num_layers:
                 taps.select(1, column).copy_(x)
