@@ -185,6 +185,27 @@ def test_what_micro_cannot_do_is_wrong_usage(
     assert error in capsys.readouterr().err
 
 
+class _Interpreted(MicroShape):
+    """Sizes whose cases run the Triton kernels, interpreted."""
+
+    backend = "triton"  # type: ignore[assignment]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a card")
+@pytest.mark.parametrize(("nodes", "prefill"), [(1, False), (5, False), (5, True)])
+def test_the_attention_measured_on_a_card_is_the_triton_kernel(
+    nodes: int, prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("specdec.cli.micro_attention._flex", lambda *inputs: lambda: None)
+    sizes = _Interpreted(model=TINY, device="cpu", dtype=torch.float32, batch=2, context=24, nodes=nodes)
+    case = attention_case(sizes, prefill=prefill)
+    assert "FlexAttention" in case.runs
+    baseline = case.runs["SDPA"]()
+    assert isinstance(baseline, torch.Tensor)
+    torch.testing.assert_close(case.runs[OURS](), baseline.transpose(1, 2).reshape(2 * nodes, -1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("sizes", "prefill"), [((2, 512, 1), False), ((3, 512, 33), False), ((1, 512, 200), True)]
