@@ -29,7 +29,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "provenance", "random_streams", "request_options"}),
     frozenset(
         {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
-        | {"constraints", "convert", "detokenize", "grammar", "hf", "logprobs"}
+        | {"constraints", "convert", "detokenize", "grammar", "hf", "loading", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
         | {"divergence", "exact_law", "random_target", "simulated", "stats", "step_times", "tree", "verification"}
     ),
