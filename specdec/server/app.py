@@ -73,7 +73,7 @@ def make_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.loop.start()
+        service.start()
         yield
         service.loop.stop()
 

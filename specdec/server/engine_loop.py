@@ -165,6 +165,10 @@ class EngineLoop:
         """Run a tokenizer's work beside the engine, in line with the prompts of requests."""
         return await asyncio.get_running_loop().run_in_executor(self._admission, work)
 
+    def beside_nobody(self, work: Callable[[], None]) -> None:
+        """Like `beside`, for work that nobody waits for."""
+        self._admission.submit(work)
+
     def close(self, ticket: Ticket) -> None:
         """Nobody reads it any more; what is left of it stops with the next step."""
         if ticket in self._tickets:

@@ -18,6 +18,7 @@ NOT_GENERATED = (
 def add_operations(router: APIRouter, service: Service) -> None:
     """Put the endpoints on a router."""
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", tags=["operations"])
     async def health() -> Response:
         """Liveness: 200 while the process serves and its engine's thread lives."""
@@ -25,6 +26,7 @@ def add_operations(router: APIRouter, service: Service) -> None:
             raise Problem(503, f"the engine died: {service.loop.fault}", code="engine_error")
         return JSONResponse({"status": "ok"})
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", tags=["operations"])
     async def ready() -> Response:
         """Readiness: 200 while new requests are welcome; a full queue still is, for it answers at once."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from starlette.requests import Request
 
 from specdec.engine import Engine
+from specdec.errors import SpecdecError
 from specdec.requests import GenerationResult, PromptEncoder
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import GrammarSpec, SamplingParams
 from specdec.sequence import Sequence
 from specdec.server.answers import finish_reason, verification
 from specdec.server.bodies import BodyReader
@@ -65,6 +67,17 @@ class Service:
         self.settings = Settings(config=config, spec=engine.config.spec, has_draft=engine.drafter is not None)
         self.started = int(time.time())
         self.draining = False
+
+    def start(self) -> None:
+        """Begin to serve; called on the event loop."""
+        self.loop.start()
+        if find_spec("llguidance") is not None and self.encoder.tokenizer is not None:
+            # reading a vocabulary for grammars takes seconds, which the first such request need not wait for
+            self.loop.beside_nobody(self._warm_grammars)
+
+    def _warm_grammars(self) -> None:
+        with suppress(SpecdecError):
+            self.engine.admission.grammars.start(GrammarSpec(regex="a"), 0)
 
     @property
     def not_ready(self) -> str | None:

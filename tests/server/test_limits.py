@@ -122,6 +122,8 @@ def test_a_server_full_of_streams_still_answers_health_and_metrics(live: Any, wa
     wait_for(lambda: len(live.engine.scheduler.running) == 8)
     for path in ("/health", "/ready", "/metrics", "/v1/models", "/version"):
         assert live.request("GET", path)[0] == 200
+    # what some load balancers ask with
+    assert live.request("HEAD", "/ready")[0] == 200
     for connection in held:
         connection.close()
 
