@@ -153,15 +153,16 @@ def test_the_turns_of_a_talk_recompute_only_the_last_open_block(
 def test_a_request_that_gives_way_at_any_step_comes_back_as_it_was(
     make: Make, drafter: str, spec: SpecConfig
 ) -> None:
-    """Also where the blocks end with the text: then the first thing it does again is to draft."""
+    """Also where all it had is there, thanks to a twin: then the first thing it does again is to draft."""
     prompt = text(12, 27)
     expected = solo(make(drafter, spec=spec, prefix_cache=False), prompt)
     engine = make(drafter, spec=spec, block_size=4)
     trees = watch_trees(engine)
     assert engine.drafter is not None
-    for every in (2, 3, 5):
+    run(engine, prompt, cache_salt="twin")
+    for every, salt in ((2, "alone"), (3, "alone too"), (2, "twin"), (3, "twin")):
         trees.clear()
-        seq, steps = engine.add(prompt, GREEDY, RequestOptions(cache_salt=str(every))), 0
+        seq, steps = engine.add(prompt, GREEDY, RequestOptions(cache_salt=salt)), 0
         while not seq.is_finished:
             engine.step()
             steps += 1
