@@ -8,6 +8,7 @@ from specdec.config import SpecConfig
 from specdec.sampling_params import SamplingParams
 
 TEXT = "/v1/completions"
+COUNT = 32
 
 
 def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
@@ -38,12 +39,12 @@ def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
     return [(body, SamplingParams(**params)) for body, params in pairs]
 
 
-def test_forty_eight_requests_at_once_equal_their_solo_runs(
+def test_many_requests_at_once_equal_their_solo_runs(
     make_engine: Callable[..., Any], solo: Any, serving: Any
 ) -> None:
     """A small pool makes sequences give way; one client in eight leaves in the middle."""
-    requests = mixed(48)
-    prompts = [f"the {'in a' * (index % 5)} {index % 7}" for index in range(48)]
+    requests = mixed(COUNT)
+    prompts = [f"the {'in a' * (index % 5)} {index % 7}" for index in range(COUNT)]
     alone = [
         solo.generate([prompt], params)[0] for prompt, (_, params) in zip(prompts, requests, strict=True)
     ]
@@ -61,14 +62,14 @@ def test_forty_eight_requests_at_once_equal_their_solo_runs(
             else:
                 texts[index] = server.post(TEXT, body)[1]["choices"][0]["text"]
 
-        threads = [threading.Thread(target=ask, args=(index,)) for index in range(48)]
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(COUNT)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         server.wait_until_idle()
         assert server.metric("num_preemptions_total") > 0
-    assert len(texts) == 42
+    assert len(texts) == COUNT - COUNT // 8
     for index, text in texts.items():
         assert text == alone[index].text, requests[index][0]
 

@@ -1,5 +1,6 @@
 """OpenAI's own client against the server: what it sends is understood, what it reads is right."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,6 +167,23 @@ def test_a_lossy_rule_is_said_in_body_and_header(live: Any) -> None:
     assert status == 200, data
     assert headers["x-specdec-verification"].startswith("lenience(")
     assert b'"lossy":true' in data
+
+
+def test_a_lossy_default_rule_holds_for_sampled_requests_that_name_none(
+    make_engine: Callable[..., Engine], solo: Engine, serving: Any
+) -> None:
+    body = {"prompt": "the", "max_tokens": 3}
+    said = {}
+    with serving(make_engine(solo), default_rule="lenience") as server:
+        for name, extra in {
+            "sampled": {},
+            "greedy": {"temperature": 0},
+            "exact": {"speculative": {"verification": "exact"}},
+        }.items():
+            said[name] = server.request("POST", "/v1/completions", {**body, **extra})[1]
+    rules = {name: headers["x-specdec-verification"] for name, headers in said.items()}
+    assert rules["sampled"].startswith("lenience(")
+    assert rules["greedy"] == rules["exact"] == "exact"
 
 
 def test_the_answer_obeys_a_json_schema(client: Any) -> None:
