@@ -2,7 +2,7 @@
 
 Each request's own rule decides (`specdec.rule_choice`). A request whose parameters change the logits has each
 node's row processed with that node's own path as history, when the rule asks for it; greedy requests without
-such parameters share one argmax over all rows of the step.
+such parameters walk together, so that the output head multiplies only the rows they visit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from specdec.errors import BadLogitsError
 from specdec.logprobs import token_logprobs
 from specdec.processors import NodeLogits
 from specdec.runner import StepOutput
-from specdec.sampling import TARGET_FAULT, LazyChoices, LazyProbs, LogitRows, greedy_tokens
+from specdec.sampling import TARGET_FAULT, LazyChoices, LazyProbs, LogitRows
 from specdec.scheduler import ScheduledSequence
 from specdec.sequence import Sequence
+from specdec.step_logits import StepLogits, TreeLogits
 from specdec.tree import DraftTree
 from specdec.verification.greedy import GREEDY, verify_greedy
 from specdec.verification.result import VerifyResult
@@ -33,17 +34,26 @@ def verify_step(
     Logits no token can be chosen from (NaN, +inf, nothing but -inf) at a node the walk visits end
     their own sequence with an error, and no other.
     """
-    argmax, bad = greedy_tokens(output.logits) if output.logits.shape[0] else ([], [])
+    logits = StepLogits.of(output.logits)
+    logits.walk_greedily(
+        [
+            (start, tree)
+            for share, tree, start in zip(plan, trees, output.logits_start, strict=True)
+            if start >= 0 and share.seq.rule.rule is GREEDY and share.seq.processor is None
+        ]
+    )
     results: list[VerifyResult | None] = []
     for share, tree, start in zip(plan, trees, output.logits_start, strict=True):
         result = None
         if start >= 0:
-            rows = slice(start, start + tree.num_nodes)
+            rows = TreeLogits(logits, start, tree)
             try:
-                result = _verify(share.seq, tree, argmax[rows], bad[rows], output.logits[rows])
+                result = _verify(share.seq, tree, rows)
                 if share.seq.simulated is not None:
                     position = len(share.seq.token_ids) - 1
                     result = share.seq.simulated.replaced(tree, result, share.seq.stream, position)
+                    # a walk that accepted these nodes would have asked for their rows
+                    logits.compute([start + node for node in result.accepted_nodes])
             except BadLogitsError as error:
                 share.seq.finish("error", str(error))
         results.append(result)
@@ -84,9 +94,7 @@ def _first_token_law(logits: Tensor) -> Tensor:
     return law
 
 
-def _verify(
-    seq: Sequence, tree: DraftTree, argmax: list[int], bad: list[bool], logits: Tensor
-) -> VerifyResult:
+def _verify(seq: Sequence, tree: DraftTree, logits: TreeLogits) -> VerifyResult:
     """Walk one tree.
 
     Where the accepted path meets a row no token can be chosen from, the step ends with the token before that
@@ -100,16 +108,16 @@ def _verify(
         rows = NodeLogits(logits, tree, seq.token_ids, seq.processor)
     faults: dict[int, BadLogitsError] = {}
     if seq.rule.rule is GREEDY and seq.processor is None:
-        result = verify_greedy(tree, argmax)
+        result = verify_greedy(tree, logits.choices)
     elif seq.rule.rule is GREEDY:
         choices = _StandIns(LazyChoices(rows, tree.num_nodes), int)
         result, faults = verify_greedy(tree, choices), choices.faults
     else:
-        laws = _StandIns(LazyProbs(rows, seq.params), lambda: _first_token_law(logits))
+        laws = _StandIns(LazyProbs(rows, seq.params), lambda: _first_token_law(logits[0]))
         result = seq.rule.verify(tree, laws, seq.stream, len(seq.token_ids) - 1)
         faults = laws.faults
     for depth, node in enumerate((0, *result.accepted_nodes)):
-        if not bad[node] and node not in faults:
+        if not logits.is_bad(node) and node not in faults:
             continue
         if node == 0:
             raise faults.get(0, BadLogitsError(TARGET_FAULT))
@@ -122,7 +130,7 @@ def _verify(
 
 
 def commit_tokens(
-    seq: Sequence, tree: DraftTree, result: VerifyResult, node_logits: Tensor, *, was_prefill: bool
+    seq: Sequence, tree: DraftTree, result: VerifyResult, logits: TreeLogits, *, was_prefill: bool
 ) -> None:
     """Add a step's tokens to a sequence, up to the first that ends it.
 
@@ -130,12 +138,12 @@ def commit_tokens(
         seq: the sequence; its cached rows are counted already.
         tree: what was verified.
         result: what it commits.
-        node_logits: the target's logits of the tree's nodes `[nodes, vocab]`.
+        logits: the target's, by node.
         was_prefill: whether the step read prompt tokens; such a step is not a verify step.
     """
     tokens = [*tree.tokens_of(result.accepted_nodes), result.next_token_id]
     if seq.params.logprobs is not None:
-        rows = node_logits[[0, *result.accepted_nodes]]
+        rows = torch.stack([logits[node] for node in (0, *result.accepted_nodes)])
         logprobs = token_logprobs(rows, tokens, seq.params.logprobs)
     committed = 0
     for token in tokens:

@@ -40,6 +40,7 @@ from specdec.runner import ModelRunner, StepOutput
 from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
+from specdec.step_logits import StepLogits, TreeLogits
 from specdec.step_times import StepTimes
 from specdec.tree import DraftTree, chain_tree
 from specdec.verification.registry import RULES
@@ -350,7 +351,7 @@ class Engine:
         seq.num_computed += share.num_rows + len(accepted)
         if result is not None:
             start = output.logits_start[index]
-            node_logits = output.logits[start : start + tree.num_nodes]
+            node_logits = TreeLogits(StepLogits.of(output.logits), start, tree)
             commit_tokens(seq, tree, result, node_logits, was_prefill=was_prefill)
 
     def _make_drafter(

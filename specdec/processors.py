@@ -18,7 +18,7 @@ from specdec.constraints import TokenConstraints
 from specdec.errors import BadLogitsError
 from specdec.grammar import GrammarLimitError, GrammarState
 from specdec.penalties import TokenCounts, has_penalties, penalise
-from specdec.sampling import TARGET_FAULT
+from specdec.sampling import TARGET_FAULT, LogitRows
 from specdec.sampling_params import LogitsProcessor, SamplingParams
 from specdec.tree import DraftTree, path_to
 
@@ -119,14 +119,14 @@ class NodeLogits:
     """Processed logits of a tree's nodes, each made when it is first asked for.
 
     Args:
-        logits: the target's, `[nodes, vocab]`.
+        logits: the target's rows `[vocab]` by node.
         tree: whose nodes they are.
         token_ids: committed tokens; the last is the tree's root.
         processor: the request's.
     """
 
     def __init__(
-        self, logits: Tensor, tree: DraftTree, token_ids: list[int], processor: RequestProcessor
+        self, logits: LogitRows, tree: DraftTree, token_ids: list[int], processor: RequestProcessor
     ) -> None:
         self._logits = logits
         self._tree = tree

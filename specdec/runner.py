@@ -16,6 +16,7 @@ from specdec.attention import SequenceAttention, block_slots, causal_mask
 from specdec.models.decoder import Decoder, ForwardBatch
 from specdec.paged_kv import PagedKVCache
 from specdec.scheduler import ScheduledSequence
+from specdec.step_logits import StepLogits
 from specdec.tree import DraftTree, ancestor_mask
 
 
@@ -24,13 +25,14 @@ class StepOutput:
     """What a pass computed.
 
     Attributes:
-        logits: fp32 [rows of interest, vocab], nodes of the sequences that reached their root.
+        logits: fp32 [rows of interest, vocab], nodes of the sequences that reached their root; made when
+            they are asked for, or a tensor.
         logits_start: per scheduled sequence, its first row in `logits`; -1 for a mid-prompt chunk.
         taps: [T, boundaries, hidden], None without boundaries.
         row_start: per scheduled sequence, its first row in the batch.
     """
 
-    logits: Tensor
+    logits: StepLogits | Tensor
     logits_start: list[int]
     taps: Tensor | None
     row_start: list[int]
@@ -96,12 +98,13 @@ class ModelRunner:
         hidden, taps = self.decoder.forward(batch, self.cache, self.boundaries)
         return StepOutput(self._logits(hidden, wanted), logits_start, taps, row_start)
 
-    def _logits(self, hidden: Tensor, wanted: list[int]) -> Tensor:
-        if not wanted:
-            return hidden.new_empty(0, self.decoder.config.vocab_size)
-        padding = -len(wanted) % self.decoder.row_multiple
-        rows = torch.tensor(wanted + wanted[-1:] * padding)
-        return self.decoder.logits(hidden[rows])[: len(wanted)]
+    def _logits(self, hidden: Tensor, wanted: list[int]) -> StepLogits:
+        def head(rows: list[int]) -> Tensor:
+            places = [wanted[row] for row in rows]
+            padding = -len(places) % self.decoder.row_multiple
+            return self.decoder.logits(hidden[torch.tensor(places + places[-1:] * padding)])[: len(places)]
+
+        return StepLogits(head, len(wanted), self.decoder.config.vocab_size)
 
     def commit(self, plan: list[ScheduledSequence], accepted: list[list[int]]) -> None:
         """Move the accepted nodes' KV rows right behind the root, inside each sequence's own blocks."""

@@ -30,7 +30,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
         | {"constraints", "convert", "detokenize", "grammar", "hf", "loading", "logprobs"}
-        | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation"}
+        | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation", "step_logits"}
         | {"divergence", "exact_law", "random_target", "simulated", "stats", "step_times", "tree", "verification"}
     ),
     frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),

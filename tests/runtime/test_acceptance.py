@@ -13,6 +13,7 @@ from specdec.acceptance import _verify
 from specdec.errors import BadLogitsError
 from specdec.random_streams import RandomStream
 from specdec.sampling_params import SamplingParams
+from specdec.step_logits import StepLogits, TreeLogits
 from specdec.tree import DraftTree, chain_tree
 from specdec.verification.registry import EXACT_RULES, RULES
 from specdec.verification.rules import bind
@@ -37,9 +38,7 @@ def _tokens(rule: str, tree: DraftTree, logits: torch.Tensor, seed: int) -> list
         stream=RandomStream(seed),
         token_ids=[0, 1],
     )
-    finite = logits.nan_to_num(neginf=-1e9)
-    bad = logits.amax(-1).isfinite().logical_not().tolist()
-    result = _verify(seq, tree, finite.argmax(-1).tolist(), bad, logits)
+    result = _verify(seq, tree, TreeLogits(StepLogits.of(logits), 0, tree))
     return [*tree.tokens_of(result.accepted_nodes), result.next_token_id]
 
 
