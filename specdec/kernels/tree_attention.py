@@ -53,6 +53,7 @@ from specdec.kernels.tree_attention_tiles import (
     capability,
     choose_splits,
     one_loop,
+    padded_dim,
     tiling,
 )
 
@@ -97,18 +98,17 @@ def tree_attention(
     fixed = num_splits is not None or split_keys is not None
     wanted = tile_rows or (FIXED_TILE_ROWS if fixed else (batch.max_queries or rows) * group)
     tile_height = max(MIN_TILE_ROWS, triton.next_power_of_2(group), triton.next_power_of_2(wanted))
-    block_dim = max(16, triton.next_power_of_2(dim))
     tile = tiling(
         min(tile_height, MAX_TILE_ROWS),
-        block_dim,
+        dim,
         query.element_size(),
         coded=kind != PLAIN.value,
         hopper=capability(query.device) >= (9, 0),
     )
     if group > tile.rows:
         raise SpecdecError(
-            f"query heads per KV head ({group}) must be at most {tile.rows} for head_dim {dim} in {query.dtype} "
-            "in the Triton attention; set kernels to 'reference'"
+            f"query heads per KV head ({group}) must be at most {tile.rows} in the Triton attention with "
+            f"head_dim {dim} and {query.dtype}; set kernels to 'reference'"
         )
     queries = tile.rows // group
     split_tiles = 0
@@ -171,7 +171,7 @@ def tree_attention(
         HEADS=heads,
         GROUP=group,
         HEAD_DIM=dim,
-        BLOCK_D=block_dim,
+        BLOCK_D=padded_dim(dim),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         BLOCK_SEQS=triton.next_power_of_2(batch.num_sequences + 1),
@@ -198,7 +198,7 @@ def tree_attention(
             places,
             splits,
             HEAD_DIM=dim,
-            BLOCK_D=block_dim,
+            BLOCK_D=padded_dim(dim),
             BLOCK_PLACES=COMBINE_PLACES,
             num_warps=4,
         )

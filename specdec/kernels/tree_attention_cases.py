@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-
 from specdec.kernels.compiled import CompileCase
 from specdec.kernels.tree_attention_kernel import FP8_BYTES, INT8, attention_kernel, combine_kernel
-from specdec.kernels.tree_attention_tiles import COMBINE_PLACES, one_loop, tiling
+from specdec.kernels.tree_attention_tiles import COMBINE_PLACES, one_loop, padded_dim, tiling
 
 # an A100 has 163 KiB for a program; the rest is left to the driver
 MAX_SHARED_BYTES = 160 << 10
@@ -29,11 +27,8 @@ def compile_cases() -> list[CompileCase]:
 
 def more_compile_cases() -> list[CompileCase]:
     """The other dtypes, head widths and tile heights of models in use; minutes of compiling."""
-    # an A100 gets other tiles than Hopper: its registers would fall short by some bytes a thread
     return [
-        _attention_case(
-            "tree/bf16/128/hopper", "bf16", 128, 128, chain=True, hopper=True, max_spill_bytes=32
-        ),
+        _attention_case("tree/bf16/128/hopper", "bf16", 128, 128, chain=True, hopper=True),
         _attention_case("decode/fp16/128", "fp16", 128, 16, split=True),
         _attention_case("decode/bf16/256", "bf16", 256, 16, chain=True, split=True),
         _attention_case("tree/bf16/64", "bf16", 64, 128, new_len=True),
@@ -70,15 +65,13 @@ def _attention_case(
     split: bool = False,
     one_word: bool = True,
     hopper: bool = False,
-    max_spill_bytes: int = 0,
 ) -> CompileCase:
-    block_dim = max(16, triton.next_power_of_2(dim))
-    tile = tiling(height, block_dim, 4 if dtype == "fp32" else 2, coded=code is not None, hopper=hopper)
+    tile = tiling(height, dim, 4 if dtype == "fp32" else 2, coded=code is not None, hopper=hopper)
     constants: dict[str, Any] = {
         "HEADS": 32,
         "GROUP": 4,
         "HEAD_DIM": dim,
-        "BLOCK_D": block_dim,
+        "BLOCK_D": padded_dim(dim),
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "BLOCK_SEQS": 16,
@@ -145,7 +138,6 @@ def _attention_case(
         aligned=(*signature, *(strides if dim % 16 == 0 else ())),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        max_spill_bytes=max_spill_bytes,
         max_shared_bytes=MAX_SHARED_BYTES,
     )
 
@@ -164,7 +156,7 @@ def _combine_case(name: str, dtype: str, dim: int) -> CompileCase:
         },
         constants={
             "HEAD_DIM": dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+            "BLOCK_D": padded_dim(dim),
             "BLOCK_PLACES": COMBINE_PLACES,
         },
         aligned=("part_ptr", "part_max_ptr", "part_sum_ptr", "output_ptr"),

@@ -34,28 +34,42 @@ class Tiling:
     stages: int
 
 
-def tiling(
-    rows: int, block_dim: int, item_bytes: int, *, coded: bool = False, hopper: bool = False
-) -> Tiling:
+def padded_dim(dim: int) -> int:
+    """Width of a row in registers: a power of two, and as deep as a matrix instruction."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def tiling(rows: int, dim: int, item_bytes: int, *, coded: bool = False, hopper: bool = False) -> Tiling:
     """Tile sizes that neither spill registers nor take more shared memory than an A100 has.
 
-    Found by compiling for both cards (`compile_cases`), wide tiles first; times on a card may move them.
+    Found by compiling for both cards (`tree_attention_cases`), wide tiles first; times on a card may move
+    them.
 
     Args:
         rows: wished tile height, a power of two from 16 to 128.
-        block_dim: head_dim rounded up to a power of two.
+        dim: head_dim.
         item_bytes: size of an element of the query.
         coded: whether keys and values are codes, which pass through registers to become numbers.
-        hopper: whether the card takes scores straight from shared memory, which leaves more registers.
+        hopper: whether the card multiplies straight from shared memory, which leaves more registers.
     """
+    width = padded_dim(dim)
     if item_bytes == 4:
         # no tensor cores: both operands of a product sit in registers
         return Tiling(rows=min(rows, 32), keys=16, warps=8, stages=2)
-    if coded or block_dim > 128:
+    if coded and width > 128:
+        return Tiling(rows=min(rows, 32), keys=32, warps=8, stages=3)
+    if coded or width > 128:
         return Tiling(rows=min(rows, 64), keys=32, warps=4 if rows <= 32 else 8, stages=3)
-    keys = 32 if rows > 64 and not hopper else 64
-    # two tiles of 16 KiB on their way per program, two programs a multiprocessor: enough for 4.8 TB/s
-    return Tiling(rows=rows, keys=keys, warps=4 if rows <= 64 else 8, stages=3 if block_dim > 64 else 4)
+    keys = 64
+    if not hopper and width > 64:
+        # columns past head_dim cost an Ampere card registers for their tests
+        rows = rows if dim == width else min(rows, 64)
+        keys = 32 if rows >= 64 else 64
+    elif not hopper:
+        keys = 32 if rows > 64 else 64
+    # 32 KiB or more on their way per program, two programs a multiprocessor: enough for 4.8 TB/s
+    stages = 3 if keys * width > 64 * 64 else 4
+    return Tiling(rows=rows, keys=keys, warps=4 if rows <= 64 else 8, stages=stages)
 
 
 def one_loop(tile: Tiling, *, windowed: bool, coded: bool) -> bool:
