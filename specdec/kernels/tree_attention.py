@@ -21,6 +21,10 @@ On top of them:
 - Eight-bit keys are multiplied as codes; their scales multiply the scores, and those of values the weights.
 - The reduction adds the shares of the splits in their order, without atomics: equal calls give equal bits.
 
+Limits. A key and value of head_dim d in a half type are 4 d bytes and cost 4 d operations per row that
+sees them, rows being nodes times heads per KV head: reads bound the time up to as many rows as the card makes
+operations per byte (about 180 on an H200, at 790 TFLOP/s and 4.4 TB/s); 64 nodes times 4 heads lie above.
+
 Batch invariance. With `num_splits` or `split_keys` given, the tile height is fixed too, and a row's result
 is a function of its own sequence alone. With `split_keys` (or one split) key tiles and splits start at
 fixed rows of the sequence, so a row that sees keys 0..t gives the same bits in plain decoding and in a longer
