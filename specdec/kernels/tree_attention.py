@@ -23,7 +23,8 @@ On top of them:
 
 Limits. A key and value of head_dim d in a half type are 4 d bytes and cost 4 d operations per row that
 sees them, rows being nodes times heads per KV head: reads bound the time up to as many rows as the card makes
-operations per byte (about 180 on an H200, at 790 TFLOP/s and 4.4 TB/s); 64 nodes times 4 heads lie above.
+operations per byte (165 on an H200 by 790 TFLOP/s and the data sheet's 4.8 TB/s); 64 nodes times 4 heads
+lie above.
 
 Batch invariance. With `num_splits` or `split_keys` given, the tile height is fixed too, and a row's result
 is a function of its own sequence alone. With `split_keys` (or one split) key tiles and splits start at
