@@ -131,6 +131,15 @@ def test_one_value_everywhere_keeps_the_lowest_ids(modules: Modules, device: str
 
 
 @BOTH
+def test_neighbouring_floats_are_told_apart(modules: Modules, device: str) -> None:
+    """The last cuts of the search fall on keys that ids have: none is counted twice or lost."""
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
+    logits = (1.0 + order * 2.0**-23).repeat(4, 1)
+    chosen = [(1.0, 9, 1.0, 0.0), (1.0, 26, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 31, 0.7, 0.0)]
+    check_laws(modules, logits, chosen, device)
+
+
+@BOTH
 def test_bad_rows_are_flagged_and_give_a_stand_in(modules: Modules, device: str) -> None:
     """NaN, +inf, nothing but -inf; NaN beside +inf in another tile; the flag is the host's."""
     logits = random_logits(6, 90, 0)
