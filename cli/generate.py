@@ -71,6 +71,9 @@ def generate(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same text in every dtype, whatever the batch.")
     ] = False,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep the KV of texts for prompts that begin alike, such as a chat's turns.")
+    ] = True,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of a card's memory to use, KV pool included.")
     ] = 0.9,
@@ -152,6 +155,7 @@ def generate(
         kernels=kernels,
         deterministic=deterministic,
         gpu_memory_utilization=gpu_memory_utilization,
+        prefix_cache=prefix_cache,
         batch_size=batch_size,
     )
     if prompts is not None:

@@ -39,6 +39,7 @@ class GenerationPlan:
     kernels: str = "auto"
     deterministic: bool = False
     gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True
     simulate_acceptance: float | None = None
 
     def engine(self, max_num_seqs: int) -> Engine:
@@ -53,6 +54,7 @@ class GenerationPlan:
                 dtype=self.dtype,
                 kernels=self.kernels,
                 deterministic=self.deterministic,
+                prefix_cache=self.prefix_cache,
                 gpu_memory_utilization=self.gpu_memory_utilization,
             )
         if self.simulate_acceptance is not None:

@@ -178,6 +178,8 @@ class SweepBench:
             kv_tokens=point.batch_size * (self.kv_tokens + behind + 3 * self.base.config.block_size),
             allow_lossy=self.lossy,
             spec=replace(spec, adaptive=False),
+            # each repeat reads its prompts, as the first one does
+            prefix_cache=False,
         )
         return Engine(self.base, draft=None if point.draft == PLAIN else point.draft, config=config)
 

@@ -56,7 +56,7 @@ class FixedDrafter:
 
 def measure_verify_cost(target: str) -> dict[str, Any]:
     """Median seconds of a target pass by rows, interleaved; prints the table."""
-    config = EngineConfig(max_num_seqs=1, kv_tokens=2048)
+    config = EngineConfig(max_num_seqs=1, kv_tokens=2048, prefix_cache=False)
     plain = Engine(target, config=config)
     engines: dict[int, Engine] = {1: plain}
     for rows in ROWS[1:]:

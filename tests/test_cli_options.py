@@ -36,7 +36,7 @@ OPTIONS: dict[str, str] = {
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
         "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --rule --knob "
         "--lossy --exact --seed --stop --simulate-acceptance --device --dtype --kernels --deterministic "
-        "--gpu-memory-utilization --batch-size --limit"
+        "--prefix-cache --gpu-memory-utilization --batch-size --limit"
     ),
     "serve": (
         "target --draft --shape --max-shape --speculative-config --rule --knob --lossy --exact --host --port "

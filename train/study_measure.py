@@ -66,6 +66,7 @@ class ServedPrompts:
             max_num_seqs=BATCH,
             kv_tokens=BATCH * (longest + 64),
             spec=SpecConfig(max_depth=chain, max_nodes=chain, top_k=1, adaptive=False),
+            prefix_cache=False,
         )
         self.params = SamplingParams(max_tokens=max_tokens)
         self.plain = Engine(target, config=self.config)
