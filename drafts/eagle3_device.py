@@ -21,10 +21,13 @@ from specdec.device.staging import Staging
 from specdec.drafter import DraftRequest, TargetView
 from specdec.drafts.checkpoint import LoadedDraft
 from specdec.drafts.eagle3_drafter import CATCH_UP_ROWS, PASS_COST, head_fingerprint
+from specdec.drafts.eagle3_growth import DeviceGrowth
 from specdec.drafts.eagle3_layer import DeviceLayer
 from specdec.drafts.growth import TreeGrowth, start_growth
 from specdec.kernels.device_batch import WORD_BITS, DeviceBatch
 from specdec.kernels.operations import Operations
+from specdec.kernels.step_records import StepClass, StepInputs
+from specdec.kernels.tree_records import GrownTrees
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
 from specdec.tree import DraftTree, chain_tree, path_to
@@ -87,6 +90,7 @@ class DeviceEagle3Drafter:
         self._vocab = draft.head.vocab
         self._vocab_ids: list[int] = draft.head.vocab.ids.tolist()
         self._staging = Staging(target.device)
+        self._growth = DeviceGrowth(self.layer, self._vocab, target.block_size)
 
     def makes_chains(self, spec: SpecConfig) -> bool:
         return spec.top_k == 1
@@ -110,6 +114,15 @@ class DeviceEagle3Drafter:
         open_ones = [seq for seq in sequences if seq.num_computed > seq.draft_computed]
         if inside := [seq for seq in open_ones if len(seq.token_ids) <= self._context]:
             self._catch_up(inside)
+
+    def can_grow(self, seq: Sequence, depth: int) -> bool:
+        """Whether the next tree can grow on the device: few new true rows, and inside the head's context."""
+        new = seq.num_computed - seq.draft_computed
+        return 1 <= new <= depth + 1 and len(seq.token_ids) + depth <= self._context
+
+    def grow(self, size: StepClass, inputs: StepInputs) -> GrownTrees:
+        """Trees of every sequence of a size class, on the device."""
+        return self._growth(size, inputs)
 
     @torch.inference_mode()
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:

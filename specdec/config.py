@@ -16,9 +16,8 @@ from specdec.errors import SpecdecError
 from specdec.provenance import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 WEIGHTS = ("auto", "fp16-packed", "plain", "int8")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,22 +219,24 @@ class EngineConfig:
     """Sizes of the engine.
 
     `prefix_cache` keeps the KV blocks of finished requests for later ones that begin with the same tokens.
-    Blocks given up by the pool go to `host_cache_gb` of the host's memory, then to `disk_cache_gb` of files in
-    `disk_cache_dir`, where these are given. `max_kv_ttl_s` caps how long a request may have its blocks kept.
+    Blocks given up by the pool go to `host_cache_gb` of the host's memory, then to `disk_cache_gb` of files
+    in `disk_cache_dir`, where these are given. `max_kv_ttl_s` caps how long a request may have its blocks
+    kept.
 
     `kv_tokens` is the capacity of the KV pool in tokens (rounded up to blocks); None sizes it for
-    `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is
-    the budget of one step and counts tree nodes as well as prompt tokens; a tree that a request's rule needs
-    whole goes over it if it is the first of its step. `allow_lossy` lets requests name rules that change the
+    `max_num_seqs` sequences of `max_model_len`, at most `kv_memory_bytes`. `max_batch_tokens` is the budget
+    of one step and counts tree nodes as well as prompt tokens; a tree that a request's rule needs whole
+    goes over it if it is the first of its step. `allow_lossy` lets requests name rules that change the
     text's law. `deterministic` makes a row's numbers independent of what else the pass carries, so that
-    greedy speculative text is plain text in every dtype, at a cost in speed. `simulate_acceptance` draws how
-    many drafts a step accepts, so that it commits that many tokens on average (see `specdec.simulated`): for
-    measurements of speed, the text is meaningless. `kernels` says what computes: Triton ("auto" on a card; on
-    the cpu only interpreted, for tests), its references in plain torch, or ("auto" on the cpu) the
-    processor's own path. On a card the KV pool takes what is free of `gpu_memory_utilization` of its memory,
-    unless `kv_tokens` is given. `weights` says how matrices are held on the cpu: as
-    packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype
-    elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
+    greedy speculative text is plain text in every dtype, at a cost in speed. `simulate_acceptance` draws
+    how many drafts a step accepts, so that it commits that many tokens on average (see
+    `specdec.simulated`): for measurements of speed, the text is meaningless. `kernels` says what computes:
+    Triton ("auto" on a card; on the cpu only interpreted, for tests), its references in plain torch, or
+    ("auto" on the cpu) the processor's own path. On a card the KV pool takes what is free of
+    `gpu_memory_utilization` of its memory, unless `kv_tokens` is given, and decoding steps are captured as
+    CUDA graphs if `cuda_graphs` says so. `weights` says how matrices are held on the cpu: as packed fp16
+    numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype elsewhere), in
+    the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
     `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness, unless
     `weights` are "plain".
     """
@@ -253,12 +254,13 @@ class EngineConfig:
     kv_memory_bytes: int = 2 << 30
     device: str = "cpu"
     dtype: str = "float32"
-    draft_weights: str = "auto"
     weights: str = "auto"
+    draft_weights: str = "auto"
     allow_lossy: bool = False
     deterministic: bool = False
     kernels: str = "auto"
     gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True
     simulate_acceptance: float | None = None
     spec: SpecConfig = field(default_factory=SpecConfig)
 
@@ -302,11 +304,11 @@ class EngineConfig:
             raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")
         if self.simulate_acceptance is not None:
             self.spec.check_simulated(self.simulate_acceptance)
+
     @property
     def resolved_draft_weights(self) -> str:
         """`draft_weights`, where "auto" follows `weights` if these are asked to be plain."""
         return "plain" if (self.weights, self.draft_weights) == ("plain", "auto") else self.draft_weights
-
 
 
 def check_shared(ours: EngineConfig, length: int, theirs: EngineConfig, their_length: int) -> None:

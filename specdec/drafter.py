@@ -17,6 +17,8 @@ from torch import Tensor
 
 from specdec.config import ModelConfig, SpecConfig
 from specdec.kernels.operations import Operations
+from specdec.kernels.step_records import StepClass, StepInputs
+from specdec.kernels.tree_records import GrownTrees
 from specdec.paged_kv import PagedKVCache
 from specdec.sequence import Sequence
 from specdec.tree import DraftTree
@@ -95,6 +97,19 @@ class Drafter(Protocol):
 
     def release(self, seq_id: int) -> None:
         """Forget a sequence (finished, or preempted)."""
+        ...
+
+
+@runtime_checkable
+class GrowingDrafter(Protocol):
+    """A drafter that can make a step's trees on the device, without the host."""
+
+    def can_grow(self, seq: Sequence, depth: int) -> bool:
+        """Whether a sequence's next tree can be made so in a class of that depth."""
+        ...
+
+    def grow(self, size: StepClass, inputs: StepInputs) -> GrownTrees:
+        """Trees of every sequence of the class; reads no value on the host."""
         ...
 
 

@@ -20,9 +20,10 @@ from specdec.acceptance import commit_tokens, verify_step
 from specdec.admission import Admission
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig, check_shared
-from specdec.device.pool_size import first_blocks, fit_pool, is_measured
+from specdec.device.pool_size import first_blocks, fit_pool
 from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
+from specdec.device.step import device_step
 from specdec.drafter import Drafter, DraftRequest, TapDrafter, TargetView
 from specdec.errors import SpecdecError
 from specdec.grammar import GrammarCompiler
@@ -118,9 +119,8 @@ class Engine:
             if self.operations
             else ModelRunner(self.decoder, cache, boundaries)
         )
-        self._workspace: int | None = None
-        if is_measured(self.config) and isinstance(self.runner, DeviceRunner):
-            num_blocks, self._workspace = fit_pool(self.runner, self.drafter, self.config, self.max_model_len)
+        num_blocks, self._workspace = fit_pool(self.runner, self.drafter, self.config, self.max_model_len)
+        self.device_step = device_step(self.runner, self.drafter, self.config)
         self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
@@ -226,13 +226,20 @@ class Engine:
     def _run(self, plan: list[ScheduledSequence]) -> None:
         """Propose, run, verify and commit for the scheduled sequences."""
         started = time.perf_counter()
-        trees = self._propose(plan)
-        proposed = time.perf_counter()
-        output = self.runner.run(plan, trees)
-        ran = time.perf_counter()
-        results = self._verify(plan, trees, output)
-        verified = time.perf_counter()
-        self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
+        step = self.device_step
+        if step is not None and step.runner is self.runner and step.takes(plan):
+            drafts = None if step.grows(plan) else self._propose(plan)
+            proposed = time.perf_counter()
+            trees, output, results = step.run(plan, drafts)
+            ran = verified = time.perf_counter()
+        else:
+            trees = self._propose(plan)
+            proposed = time.perf_counter()
+            output = self.runner.run(plan, trees)
+            ran = time.perf_counter()
+            results = self._verify(plan, trees, output)
+            verified = time.perf_counter()
+            self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output, index)
             if self.prefixes is not None and not share.seq.is_finished:
@@ -344,9 +351,10 @@ class Engine:
         seq, row = share.seq, output.row_start[index]
         accepted = result.accepted_nodes if result else []
         root_row = row + share.num_rows - 1
-        if output.taps is not None and seq.spec is not None:
-            rows = [*range(row, root_row + 1), *(root_row + node for node in accepted)]
-            seq.add_states(output.taps[rows], self.config.block_size)
+        rows = [*range(row, root_row + 1), *(root_row + node for node in accepted)]
+        states = output.states_of(index, rows) if seq.spec is not None else None
+        if states is not None:
+            seq.add_states(states, self.config.block_size)
         was_prefill = share.is_prefill
         seq.num_computed += share.num_rows + len(accepted)
         if result is not None:

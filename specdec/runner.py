@@ -30,12 +30,20 @@ class StepOutput:
         logits_start: per scheduled sequence, its first row in `logits`; -1 for a mid-prompt chunk.
         taps: [T, boundaries, hidden], None without boundaries.
         row_start: per scheduled sequence, its first row in the batch.
+        states: taps of the committed rows by sequence, where the pass has gathered them already.
     """
 
     logits: StepLogits | Tensor
     logits_start: list[int]
     taps: Tensor | None
     row_start: list[int]
+    states: list[Tensor] | None = None
+
+    def states_of(self, index: int, rows: list[int]) -> Tensor | None:
+        """Taps of a sequence's committed rows, at `rows` of the batch; None without boundaries."""
+        if self.states is not None:
+            return self.states[index]
+        return None if self.taps is None else self.taps[rows]
 
 
 class ModelRunner:

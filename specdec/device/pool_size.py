@@ -18,6 +18,7 @@ from specdec.drafter import Drafter, TapDrafter
 from specdec.errors import SpecdecError
 from specdec.kernels.device_batch import device_batch
 from specdec.memory import wanted_rows
+from specdec.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ def first_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, i
 
 
 def fit_pool(
-    runner: DeviceRunner, drafter: Drafter | None, config: EngineConfig, max_model_len: int
-) -> tuple[int, int]:
-    """Grow pools of `MEASURING_BLOCKS` blocks to what the card has room for.
+    runner: ModelRunner, drafter: Drafter | None, config: EngineConfig, max_model_len: int
+) -> tuple[int, int | None]:
+    """Grow pools of `MEASURING_BLOCKS` blocks to what the card has room for; others stay as they are.
 
     Args:
         runner: of the engine, its weights loaded.
@@ -54,11 +55,14 @@ def fit_pool(
         max_model_len: longest text.
 
     Returns:
-        Blocks of every pool, and the bytes of the largest step's workspace.
+        Blocks of every pool, and the bytes of the largest step's workspace where it was measured.
 
     Raises:
         SpecdecError: no room for two blocks.
     """
+    if not is_measured(config):
+        return runner.cache.num_blocks, None
+    assert isinstance(runner, DeviceRunner), "what is not on the processor runs through the kernels"
     device = torch.device(config.device)
     caches = [runner.cache, *(drafter.caches if isinstance(drafter, TapDrafter) else ())]
     torch.cuda.synchronize(device)

@@ -60,3 +60,34 @@ class Staging:
             .view(array.shape)
             for name, array in arrays.items()
         }
+
+
+class FixedStaging:
+    """The same arrays again and again, at the same places of the device.
+
+    Args:
+        arrays: an example of each, for names, shapes and dtypes.
+        device: where they go.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[np.generic]], device: torch.device) -> None:
+        self._places, used = {}, 0
+        for name, array in arrays.items():
+            self._places[name] = used
+            used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        self._host = torch.empty(used, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.empty(used, dtype=torch.uint8, device=device)
+        self.views = {
+            name: self._device[start : start + arrays[name].nbytes]
+            .view(TORCH_DTYPES[arrays[name].dtype])
+            .view(arrays[name].shape)
+            for name, start in self._places.items()
+        }
+
+    def load(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Copy the arrays; the copy before it must have ended, as it has once a result was fetched."""
+        image = self._host.numpy()
+        for name, start in self._places.items():
+            array = arrays[name]
+            image[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._device.copy_(self._host, non_blocking=True)

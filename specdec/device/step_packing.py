@@ -1,0 +1,156 @@
+"""A decoding step's plan as the arrays of its size class, and the results back as trees and paths.
+
+Owns the choice of the class and the layout of what comes back. Host data only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from specdec.device.packing import Arrays
+from specdec.kernels.step_records import StepClass, StepInputs
+from specdec.kernels.tree_records import NO_PARENT, GrownTrees, GrowthLimits, RowParams, seed_bits
+from specdec.scheduler import ScheduledSequence
+from specdec.tree import DraftTree
+from specdec.verification.coupled import COUPLED
+from specdec.verification.result import VerifyResult
+
+# sequences of a step are filled up to one of these
+SEQUENCE_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# first numbers of a sequence's line of results; then the path, the tokens and the parents
+NUM_ACCEPTED, NEXT_TOKEN, IS_BONUS, FAILED, NUM_NODES, FIRST_OF_PATH = range(6)
+
+
+def wanted_depth(share: ScheduledSequence) -> int:
+    """Depth that a share's tree may have; 0 where it does not draft."""
+    seq = share.seq
+    if seq.spec is None or share.max_nodes == 0:
+        return 0
+    return max(0, min(seq.spec.max_depth, seq.remaining_tokens() - 1))
+
+
+def step_class(plan: list[ScheduledSequence], trees: list[DraftTree] | None) -> StepClass:
+    """The smallest class that holds a plan; `trees` are the host's, None if the device grows them."""
+    most = len(plan)
+    sequences = next((size for size in SEQUENCE_CLASSES if size >= most), -(-most // 64) * 64)
+    tables = max(len(share.seq.block_table) for share in plan)
+    # of the settings, not of the step at hand: near its end a text needs less, and no class of its own
+    drafting = [share.seq.spec for share in plan if share.max_nodes and share.seq.spec is not None]
+    nodes = 1 + max((share.max_nodes for share in plan), default=0)
+    depth = max((spec.max_depth for spec in drafting), default=0)
+    if trees is not None:
+        nodes = max(nodes, *(tree.num_nodes for tree in trees))
+        depth = max(depth, *(tree.max_depth for tree in trees))
+    grows = trees is None and bool(drafting)
+    return StepClass(
+        sequences=sequences,
+        nodes=nodes,
+        depth=min(depth, nodes - 1),
+        width=max(spec.top_k for spec in drafting) if grows else 0,
+        table_width=1 << max(0, tables - 1).bit_length(),
+        coupled=any(share.seq.rule.rule is COUPLED for share in plan),
+    )
+
+
+def pack_inputs(plan: list[ScheduledSequence], trees: list[DraftTree] | None, size: StepClass) -> Arrays:
+    """The arrays of `step_inputs`, states apart."""
+    count, rows = size.sequences, size.depth + 1
+    arrays: Arrays = {
+        "active": np.zeros(count, dtype=np.bool_),
+        "is_coupled": np.zeros(count, dtype=np.bool_),
+        "draft_token_ids": np.zeros((count, rows), dtype=np.int64),
+        "block_tables": np.zeros((count, size.table_width), dtype=np.int32),
+    }
+    for name in ("context_len", "top_k", "max_depth", "max_nodes", "draft_context", "draft_new", "law_top_k"):
+        arrays[name] = np.zeros(count, dtype=np.int32)
+    for name in ("seeds", "root_token_ids"):
+        arrays[name] = np.zeros(count, dtype=np.int64)
+    for name, value in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
+        arrays[name] = np.full(count, value, dtype=np.float64)
+    if size.width == 0:
+        arrays["tree_token_ids"] = np.zeros((count, size.nodes), dtype=np.int64)
+        arrays["parents"] = np.full((count, size.nodes), NO_PARENT, dtype=np.int32)
+        arrays["parents"][:, 0] = -1
+        arrays["num_nodes"] = np.ones(count, dtype=np.int32)
+    for index, share in enumerate(plan):
+        seq, params = share.seq, share.seq.params
+        values: dict[str, int | float | bool] = {
+            "active": True,
+            "is_coupled": seq.rule.rule is COUPLED,
+            "context_len": seq.num_computed,
+            "seeds": seed_bits(seq.stream.seed),
+            "root_token_ids": seq.token_ids[-1],
+            "temperature": params.temperature,
+            "law_top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+        }
+        if size.width and (depth := wanted_depth(share)):
+            assert seq.spec is not None, "only a speculating sequence has a tree"
+            first = seq.draft_computed
+            new = seq.num_computed - first
+            arrays["draft_token_ids"][index, :new] = seq.token_ids[first + 1 : first + new + 1]
+            values |= {"draft_context": first, "draft_new": new, "max_depth": depth}
+            values |= {"top_k": seq.spec.top_k, "max_nodes": share.max_nodes}
+        for name, value in values.items():
+            arrays[name][index] = value
+        arrays["block_tables"][index, : len(seq.block_table)] = seq.block_table
+        if size.width == 0:
+            tree = trees[index] if trees is not None else None
+            ids, parents = (tree.token_ids, tree.parents) if tree else ([seq.token_ids[-1]], [-1])
+            arrays["tree_token_ids"][index, : len(ids)] = ids
+            arrays["parents"][index, : len(ids)] = parents
+            arrays["num_nodes"][index] = len(ids)
+    return arrays
+
+
+def step_inputs(sent: Mapping[str, Tensor], states: Tensor | None) -> StepInputs:
+    """The record of `pack_inputs`' arrays on the device."""
+    given = None
+    if "parents" in sent:
+        given = GrownTrees(
+            token_ids=sent["tree_token_ids"],
+            parents=sent["parents"],
+            log_probs=sent["temperature"],  # nobody asks what the host's trees scored
+            num_nodes=sent["num_nodes"],
+        )
+    return StepInputs(
+        active=sent["active"],
+        context_len=sent["context_len"],
+        block_tables=sent["block_tables"],
+        seeds=sent["seeds"],
+        params=RowParams(
+            temperature=sent["temperature"],
+            top_k=sent["law_top_k"],
+            top_p=sent["top_p"],
+            min_p=sent["min_p"],
+        ),
+        is_coupled=sent["is_coupled"],
+        limits=GrowthLimits(top_k=sent["top_k"], max_depth=sent["max_depth"], max_nodes=sent["max_nodes"]),
+        root_token_ids=sent["root_token_ids"],
+        draft_context=sent["draft_context"],
+        draft_new=sent["draft_new"],
+        draft_token_ids=sent["draft_token_ids"],
+        states=states,
+        given=given,
+    )
+
+
+def unpack_line(line: list[int], size: StepClass) -> tuple[DraftTree, VerifyResult | None]:
+    """Tree and result of one sequence from its line; no result where its root's row was bad."""
+    first_token = FIRST_OF_PATH + size.depth
+    count, accepted = line[NUM_NODES], line[NUM_ACCEPTED]
+    first_parent = first_token + size.nodes
+    tree = DraftTree(
+        token_ids=line[first_token : first_token + count], parents=line[first_parent : first_parent + count]
+    )
+    if line[FAILED]:
+        return tree, None
+    return tree, VerifyResult(
+        accepted_nodes=line[FIRST_OF_PATH : FIRST_OF_PATH + accepted],
+        next_token_id=line[NEXT_TOKEN],
+        next_kind="bonus" if line[IS_BONUS] else "recovered",
+    )
