@@ -107,7 +107,8 @@ class TreeRows:
 
     Attributes:
         node_start: int32 `[batch + 1]`, first row of each sequence, then the number of rows.
-        parents: int32 `[rows]`, inside the tree; -1 for roots, `NO_PARENT` for padding.
+        parents: int32 `[rows]`, inside the tree; -1 for roots, `NO_PARENT` for padding, which is also what
+            rows behind the last sequence's must have.
         token_ids: int64 `[rows]`.
         max_nodes: no sequence has more rows.
         max_depth: no tree is deeper; what paths are padded to.
