@@ -16,9 +16,9 @@ import typer
 from specdec.cli.datasets import calibration_files
 from specdec.cli.outputs import require_not_input, require_own_record, require_writable
 from specdec.cli.usage import flags_of, named_flags, usage_errors
+from specdec.engine_limits import ENGINES
 from specdec.errors import SpecdecError, UsageError
 from specdec.layer_select.config import SEARCHES, ChooseConfig, ScoreConfig
-from specdec.layer_select.engines import ENGINES
 from specdec.layer_select.picture_files import picture_paths, write_pictures
 from specdec.loading import require_loading
 

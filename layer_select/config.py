@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec.engine_limits import require_engine
 from specdec.errors import SpecdecError
-from specdec.layer_select.engines import require_engine
 from specdec.layer_select.terms import Term, parse_objective
 
 # HSIC_1 divides by n (n - 1) (n - 2) (n - 3): fewer rows have no unbiased estimate.
@@ -122,7 +122,7 @@ class ChooseConfig:
             draft head is given anyway, so a tap there adds nothing.
         forced: Boundaries every choice holds.
         forbidden: Boundaries no choice holds.
-        engine: Serving engine whose limits hold as well, one of `engines.ENGINES`; None for no limit.
+        engine: Serving engine whose limits hold as well, one of `engine_limits.ENGINES`; None for no limit.
         num_runners_up: Next best subsets to report.
         resamples: Bootstrap resamples of calibration batches; 0 leaves stability out.
         size_draws: Random sub-samples of each calibration size.

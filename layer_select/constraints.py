@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.engine_limits import EngineLimit, engine_limit
 from specdec.errors import SpecdecError
 from specdec.layer_select.config import ChooseConfig
-from specdec.layer_select.engines import EngineLimit, engine_limit
 
 
 @dataclass(frozen=True, kw_only=True)

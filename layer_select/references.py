@@ -9,13 +9,9 @@ the last third follow NVIDIA's released heads (boundaries 24, 30, 36 of 36).
 
 from __future__ import annotations
 
+from specdec.engine_limits import DEFAULT_TAPS, default_taps
+
 DEFAULT, UNIFORM, LAST_THIRD, LAST = "default", "uniform", "last_third", "last"
-DEFAULT_TAPS = 3
-
-
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """[2, N/2, N-3], what engines assume when a draft does not say."""
-    return (2, num_layers // 2, num_layers - 3)
 
 
 def uniform_taps(num_layers: int, count: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ FOLDER_MAY_IMPORT = {
 # the runtime from the ground up: a module imports its own tier or a lower one, and never in a circle
 RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"config", "provenance", "random_streams", "request_options"}),
+    frozenset({"config", "engine_limits", "provenance", "random_streams", "request_options"}),
     frozenset(
         {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
         | {"constraints", "convert", "detokenize", "grammar", "hf", "loading", "logprobs"}

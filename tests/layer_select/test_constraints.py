@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.engine_limits import ENGINES, default_taps, engine_limit
 from specdec.errors import SpecdecError
 from specdec.layer_select.config import ChooseConfig
 from specdec.layer_select.constraints import Feasible, feasible_sets
-from specdec.layer_select.engines import ENGINES, engine_limit
-from specdec.layer_select.references import default_taps, last_third_taps, reference_subsets, uniform_taps
+from specdec.layer_select.references import last_third_taps, reference_subsets, uniform_taps
 
 
 def brute_force(
@@ -95,6 +95,7 @@ def test_room_is_left_exactly_when_some_legal_set_contains_the_chosen(
         ({"forbidden": tuple(range(3, 13))}, "hold at most 2, 3 requested"),
         ({"engine": "sglang", "forced": (12,)}, r"forced boundary \(12\) cannot be captured by sglang"),
         ({"engine": "eagle", "num_layers": 2}, r"engine \(eagle\) serves 3 boundaries, 2 requested"),
+        ({"engine": "speculators", "num_layers": 4}, r"engine \(speculators\) serves 3 boundaries, 4"),
         ({"engine": "eagle", "forbidden": (6,)}, "engine eagle"),
         ({"num_layers": 13}, "target has 12 layers, 13 requested"),
     ],

@@ -1,7 +1,8 @@
 """Which boundaries a named serving engine can hand to a draft head.
 
-Owns the table and its reasons. Does not know scores. Boundary b: 0 is the embedding output, N the residual
-stream before the final norm, of a target with N decoder layers.
+Owns the table and its reasons, for choosing layers and for exporting drafts. Knows neither scores nor files.
+Boundary b: 0 is the embedding output, N the residual stream before the final norm, of a target with N decoder
+layers.
 
 Read from code by the checkpoint survey this project was given (vLLM 0.33.0, SGLang 0.5.23, SafeAILab/EAGLE
 cb7e084, speculators 0.9.0), not executed here:
@@ -21,11 +22,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.errors import SpecdecError
-from specdec.layer_select.references import DEFAULT_TAPS, default_taps
 
+DEFAULT_TAPS = 3
 # model_type of the families that sglang serves through its deepseek_v2 and glm4_moe_lite files.
 SGLANG_FIRST_ID_HEURISTIC = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"})
 SGLANG_CAPTURES_LAST = frozenset({"gpt_oss"})
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """[2, N/2, N-3], what engines assume when a draft does not say (EAGLE-3, arXiv:2503.01840)."""
+    return (2, num_layers // 2, num_layers - 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,8 @@ def engine_limit(name: str, num_layers: int, model_type: str | None) -> EngineLi
         elif model_type in SGLANG_FIRST_ID_HEURISTIC:
             first, reason = 2, f"{model_type} reads a first id of 1 as boundary 2, and never captures N"
     elif name == "speculators":
-        last, reason = num_layers - 1, "its launcher appends N for the verifier's own last state"
+        last, count = num_layers - 1, DEFAULT_TAPS
+        reason = "its launcher appends N for the verifier's own last state"
     elif name == "eagle":
         fixed = default_taps(num_layers)
         if list(fixed) != sorted(set(fixed)):
