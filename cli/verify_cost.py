@@ -1,6 +1,6 @@
 """What a target pass over several rows of one sequence costs, in units of plain decoding.
 
-The figures behind `specdec.speculation.VERIFY_COST`: one sequence, chains of a token that is hardly
+The figures behind `specdec.speculation.FIXED_COSTS`: one sequence, chains of a token that is hardly
 ever right, so that every step verifies the same number of rows.
 """
 
@@ -69,11 +69,13 @@ def measure_verify_cost(target: str) -> dict[str, Any]:
             for rows, engine in engines.items():
                 stream = engine.stream([prompt], params)
                 next(stream)  # the prompt's own pass
-                before, steps = engine.times.target, engine.times.steps
+                # rows of logits are made when the walk asks for them, which counts as verification
+                before, steps = engine.times.target + engine.times.verify, engine.times.steps
                 for _ in stream:
                     pass
                 if repeat:  # the first round warms up
-                    seconds[rows].append((engine.times.target - before) / (engine.times.steps - steps))
+                    spent = engine.times.target + engine.times.verify - before
+                    seconds[rows].append(spent / (engine.times.steps - steps))
             bar.update(repeat)
     base = median(seconds[1])
     figures = [

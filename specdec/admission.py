@@ -22,7 +22,7 @@ from specdec.rule_choice import choose_rule, depends_on_drafts
 from specdec.sampling_params import SamplingParams
 from specdec.sequence import Sequence, check_prompt
 from specdec.simulated import SimulatedAcceptance
-from specdec.speculation import SpeculationController
+from specdec.speculation import FIXED_COSTS, CostTable, SpeculationController
 from specdec.verification.rules import Rule
 
 # tokens of the prompt that the detokenizer sees, so that an answer's first token is decoded in context
@@ -41,6 +41,7 @@ class Admission:
     pool_rows: int
     rules: Mapping[str, Rule]
     grammars: GrammarCompiler
+    costs: CostTable = FIXED_COSTS
 
     def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Decoding state of a new request.
@@ -74,7 +75,13 @@ class Admission:
             detokenizer=IncrementalDetokenizer(
                 self.encoder.tokenizer, token_ids[-PROMPT_TAIL:], params.stop, params.min_tokens
             ),
-            controller=SpeculationController(adaptive=bool(spec and spec.adaptive), draft_cost=cost),
+            controller=SpeculationController(
+                adaptive=bool(spec and spec.adaptive),
+                draft_cost=cost,
+                costs=FIXED_COSTS if needs_whole_trees else self.costs,
+                makes_chains=bool(self.drafter and spec and self.drafter.makes_chains(spec)),
+                alone=needs_whole_trees,
+            ),
             simulated=self._simulated(params, spec),
             processor=self._processor(params, len(token_ids), frozenset(stop_ids)),
             rule=rule,

@@ -97,6 +97,17 @@ class ModelConfig:
     def max_position_embeddings(self) -> int:
         return self.rope.max_position_embeddings
 
+    def served_length(self, wanted: int | None) -> int:
+        """The longest text to serve: what is wanted, else the whole context.
+
+        Raises:
+            SpecdecError: more than the context.
+        """
+        limit = self.max_position_embeddings
+        if wanted is not None and wanted > limit:
+            raise SpecdecError(f"max_model_len ({wanted}) exceeds the target's context ({limit})")
+        return wanted or limit
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read `config.json` (and `generation_config.json` for the EOS list) of a target folder.
@@ -234,11 +245,13 @@ class EngineConfig:
     Triton ("auto" on a card; on the cpu only interpreted, for tests), its references in plain torch, or
     ("auto" on the cpu) the processor's own path. On a card the KV pool takes what is free of
     `gpu_memory_utilization` of its memory, unless `kv_tokens` is given, and decoding steps are captured as
-    CUDA graphs if `cuda_graphs` says so. `weights` says how matrices are held on the cpu: as packed fp16
-    numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype elsewhere), in
-    the compute dtype ("plain"), or rounded to "int8": another model than the one that was named.
-    `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness, unless
-    `weights` are "plain".
+    CUDA graphs if `cuda_graphs` says so. `weights` says how matrices are held on the cpu:
+    as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype
+    elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that was
+    named. `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness,
+    unless `weights` are "plain". `pass_costs` says by which costs of a pass the adaptive policy decides:
+    those "measured" on the cpu when the engine starts (a second, kept in the user's cache), or the "fixed"
+    ones of the program.
     """
 
     prefix_cache: bool = True
@@ -256,6 +269,7 @@ class EngineConfig:
     dtype: str = "float32"
     weights: str = "auto"
     draft_weights: str = "auto"
+    pass_costs: str = "measured"
     allow_lossy: bool = False
     deterministic: bool = False
     kernels: str = "auto"
@@ -292,6 +306,8 @@ class EngineConfig:
             )
         if self.kernels not in ("auto", "triton", "reference"):
             raise SpecdecError(f"kernels ({self.kernels!r}) must be auto, triton or reference")
+        if self.pass_costs not in ("measured", "fixed"):
+            raise SpecdecError(f"pass_costs ({self.pass_costs!r}) must be measured or fixed")
         for name, value in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if value not in WEIGHTS:
                 raise SpecdecError(f"{name} ({value!r}) must be one of {', '.join(WEIGHTS)}")

@@ -20,6 +20,7 @@ from specdec.acceptance import commit_tokens, verify_step
 from specdec.admission import Admission
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig, check_shared
+from specdec.cost_model import engine_costs
 from specdec.device.pool_size import first_blocks, fit_pool
 from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
@@ -82,10 +83,7 @@ class Engine:
         folder: Path = share.target_folder if share else resolve_target(str(target))
         self.target_folder: Path = folder
         self.model_config = ModelConfig.from_folder(folder)
-        limit = self.model_config.max_position_embeddings
-        self.max_model_len = self.config.max_model_len or limit
-        if self.max_model_len > limit:
-            raise SpecdecError(f"max_model_len ({self.max_model_len}) exceeds the target's context ({limit})")
+        self.max_model_len = self.model_config.served_length(self.config.max_model_len)
         dtype = DTYPES[self.config.dtype]
         self.operations = device_operations(self.config, dtype)
         if share is not None:
@@ -132,6 +130,7 @@ class Engine:
             drafter=self.drafter,
             max_model_len=self.max_model_len,
             pool_rows=num_blocks * self.config.block_size,
+            costs=engine_costs(self.config, self.decoder, folder, drafts=self.drafter is not None),
             rules={**RULES, **{rule.name: rule for rule in rules}},
             grammars=share.admission.grammars
             if share
@@ -358,9 +357,8 @@ class Engine:
         was_prefill = share.is_prefill
         seq.num_computed += share.num_rows + len(accepted)
         if result is not None:
-            start = output.logits_start[index]
-            node_logits = TreeLogits(StepLogits.of(output.logits), start, tree)
-            commit_tokens(seq, tree, result, node_logits, was_prefill=was_prefill)
+            logits = TreeLogits(StepLogits.of(output.logits), output.logits_start[index], tree)
+            commit_tokens(seq, tree, result, logits, was_prefill=was_prefill)
 
     def _make_drafter(
         self, draft: str | Path | Callable[[TargetView], Drafter] | None, num_blocks: int

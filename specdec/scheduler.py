@@ -109,7 +109,7 @@ class Scheduler:
                 budget -= plan[-1].num_rows
             else:
                 # it was preempted, and comes back with all it had computed
-                budget = self._plan_one_decoding(plan, admitted, budget, budget - 1)
+                budget = self._plan_one_decoding(plan, admitted, budget, budget - 1, len(plan) + 1)
         return [share for share in plan if share.seq.status is SequenceStatus.RUNNING]
 
     def expired(self, now: float) -> list[Sequence]:
@@ -150,11 +150,13 @@ class Scheduler:
         for seq in decoding:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
-            budget = self._plan_one_decoding(plan, seq, budget, min(room, budget - 1))
+            budget = self._plan_one_decoding(plan, seq, budget, min(room, budget - 1), len(decoding))
         return budget
 
-    def _plan_one_decoding(self, plan: list[ScheduledSequence], seq: Sequence, budget: int, room: int) -> int:
-        nodes = self._wanted_nodes(seq, room)
+    def _plan_one_decoding(
+        self, plan: list[ScheduledSequence], seq: Sequence, budget: int, room: int, batch: int
+    ) -> int:
+        nodes = self._wanted_nodes(seq, room, batch)
         if budget <= 0 or (plan and seq.needs_whole_trees and 1 + nodes > budget):
             self._left_out.add(seq.seq_id)
         elif share := self._decode_share(seq, nodes):
@@ -184,11 +186,11 @@ class Scheduler:
         self._num_admissions += 1
         return seq
 
-    def _wanted_nodes(self, seq: Sequence, room: int) -> int:
+    def _wanted_nodes(self, seq: Sequence, room: int, batch: int) -> int:
         # a draft deeper than the tokens still wanted, or past the context, is work thrown away
         if seq.spec is None or seq.remaining_tokens() <= 1:
             return 0
-        wanted = seq.controller.max_nodes(seq.spec)
+        wanted = seq.controller.max_nodes(seq.spec, batch)
         return wanted if seq.needs_whole_trees else min(wanted, max(0, room))
 
     def _rows(self, seq: Sequence, nodes: int) -> int:

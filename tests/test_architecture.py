@@ -36,7 +36,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
     frozenset({"scheduler"}),
-    frozenset({"runner"}),
+    frozenset({"cost_model", "runner"}),
     frozenset({"acceptance", "memory"}),
     frozenset({"device"}),
     frozenset({"engine"}),

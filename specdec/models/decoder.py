@@ -207,6 +207,7 @@ class Decoder:
         self.head_weight = head
         self.head = make(head, None)
         self.num_packed, self.num_plain = make.num_packed, make.num_plain
+        self.storage = make.storage
         make.say_what_is_slower(folder)
         self.rope = RotaryEmbedding(config.rope, max_positions=max_model_len, device=device)
         self.row_multiple = self._safe_rows(make)

@@ -261,7 +261,7 @@ def test_rows_are_compared_even_where_every_choice_agrees(tiny_llama: Path) -> N
             for tree, start in zip(trees, output.logits_start, strict=True):
                 if tree.num_drafted and start >= 0:
                     rows = output.logits[start + 1 : start + tree.num_nodes]
-                    rows += 0.001 * rows.roll(1, dims=1)
+                    output.logits[start + 1 : start + tree.num_nodes] = rows + 0.001 * rows.roll(1, dims=1)
             return output
 
     inner = audit.drafting.runner

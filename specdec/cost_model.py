@@ -1,0 +1,155 @@
+"""What a target pass costs by its rows on this machine: measured at the start, kept in the user's cache.
+
+Owns the measurement, its file, and when it is taken again. A step decides by the table
+(`specdec.speculation`) and never by a clock. Times are the thread's own processor time, which the load of
+other programs moves little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from specdec.attention import SequenceAttention, causal_mask
+from specdec.config import EngineConfig
+from specdec.models.decoder import Decoder, ForwardBatch
+from specdec.paged_kv import PagedKVCache
+from specdec.provenance import cache_home, folder_fingerprint
+from specdec.speculation import FIXED_COSTS, CostTable
+from specdec.step_logits import FREE_ROWS
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CONTEXT = 128
+REPEATS = 3
+BUDGET_SECONDS = 1.5  # a target too slow to be measured in this keeps the table that comes with the program
+MAX_AGE_SECONDS = 14 * 24 * 3600.0
+
+
+def cost_key(decoder: Decoder, fingerprint: str) -> str:
+    """Name of the table of a target on this machine with this many threads."""
+    parts = (
+        *(platform.node(), platform.machine(), platform.processor(), torch.__version__),
+        *(torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())),
+        *(fingerprint, str(decoder.dtype), str(decoder.num_packed), str(decoder.storage)),
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def engine_costs(config: EngineConfig, decoder: Decoder, folder: Path, *, drafts: bool) -> CostTable:
+    """The cost table an engine's adaptive policy goes by.
+
+    Args:
+        config: says whether it is to be measured; only the processor's own path is.
+        decoder: the target's weights.
+        folder: of the target.
+        drafts: whether anybody will ask.
+    """
+    on_processor = (config.device, config.kernels) == ("cpu", "auto")
+    if not drafts or not on_processor or config.pass_costs == "fixed":
+        return FIXED_COSTS
+    return target_costs(decoder, folder)
+
+
+def target_costs(decoder: Decoder, folder: Path) -> CostTable:
+    """The costs of a target on this processor: from the cache, else measured and put there."""
+    path = cache_home() / "costs" / f"{cost_key(decoder, folder_fingerprint(folder))}.json"
+    if (kept := _read(path)) is not None:
+        logger.info("pass costs from %s", path)
+        return kept
+    measured = measure_costs(decoder)
+    if measured is None:
+        logger.info("a pass takes too long to be measured: pass costs of the program")
+        return FIXED_COSTS
+    _write(path, measured)
+    return measured
+
+
+@torch.inference_mode()
+def measure_costs(decoder: Decoder, budget: float = BUDGET_SECONDS) -> CostTable | None:
+    """Time passes over 1 to 64 rows, interleaved, the best of a few; None beyond the budget."""
+    config = decoder.config
+    cache = PagedKVCache(
+        num_layers=config.num_layers,
+        num_blocks=(CONTEXT + ROWS[-1]) // 16,
+        block_size=16,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=decoder.dtype,
+    )
+    started = time.perf_counter()
+    # the loop's first runs compile it
+    for rows in (1, 2, 1):
+        _seconds(decoder, cache, rows)
+        if time.perf_counter() - started > budget:
+            return None
+    best = dict.fromkeys(ROWS, float("inf"))
+    for repeat in range(REPEATS):
+        for rows in ROWS:
+            best[rows] = min(best[rows], _seconds(decoder, cache, rows))
+            if repeat == 0 and time.perf_counter() - started > budget:
+                return None
+        if time.perf_counter() - started > budget:
+            break
+    points: list[tuple[int, float]] = []
+    for rows in ROWS:
+        # more rows never cost less: what says so is noise
+        points.append((rows, max(best[rows] / best[1], points[-1][1] if points else 1.0)))
+    return CostTable(tuple(points))
+
+
+def _seconds(decoder: Decoder, cache: PagedKVCache, rows: int) -> float:
+    """Processor seconds of a pass over a chain of `rows` behind a context, and of the logits it asks for."""
+    positions = list(range(CONTEXT, CONTEXT + rows))
+    entry = SequenceAttention(
+        query_start=0,
+        num_queries=rows,
+        context_len=CONTEXT,
+        num_new=rows,
+        slots=slice(0, CONTEXT + rows),
+        mask=causal_mask(rows),
+        query_positions=positions,
+        new_positions=positions,
+    )
+    padded = -(-rows // decoder.row_multiple) * decoder.row_multiple
+    batch = ForwardBatch(
+        token_ids=torch.zeros(padded, dtype=torch.int64),
+        positions=torch.tensor(positions + [0] * (padded - rows)),
+        longest=CONTEXT + rows,
+        slots=torch.tensor(positions),
+        attention=[entry],
+        first_slot=CONTEXT,
+    )
+    started = time.thread_time()
+    hidden, _ = decoder.forward(batch, cache, ())
+    decoder.logits(hidden[: max(decoder.row_multiple, min(rows, FREE_ROWS))])
+    return time.thread_time() - started
+
+
+def _read(path: Path) -> CostTable | None:
+    """A table that is there, whole and not too old."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        points = tuple((int(rows), float(cost)) for rows, cost in kept["points"])
+        if not 0 <= time.time() - float(kept["time"]) < MAX_AGE_SECONDS or points[0] != (1, 1.0):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None  # a memo, not a record: without it the costs are measured again
+    return CostTable(points)
+
+
+def _write(path: Path, table: CostTable) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"time": time.time(), "points": table.points}), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        return  # nowhere to keep it: the next start measures again
