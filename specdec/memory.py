@@ -21,6 +21,8 @@ from specdec.runner import ModelRunner
 
 # rows of one sequence's law and what filters make of it, in float64
 LAW_COPIES = 6
+# the processor's path keeps scores and softmax; the reference of the kernel also the scores before the mask
+SCORE_COPIES = {"auto": 2, "reference": 3, "triton": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,19 @@ class MemoryReport:
         return {**asdict(self), "total": self.total}
 
 
+# what a module of TorchScript holds of `Matrices`; its other attributes cannot be listed and are small
+SCRIPTED_LISTS = ("packed", "weights", "biases")
+
+
 class TensorAudit:
-    """Counts the tensors that objects hold, each storage once over all calls; KV caches are listed apart."""
+    """Counts the tensors that objects hold, each storage once over all calls; KV caches are listed apart.
+
+    Modules of TorchScript are counted only where `scripted` says so: packed matrices do not tell whether they
+    are those of a linear layer that was counted already.
+    """
 
     def __init__(self) -> None:
+        self.scripted = False
         self._storages: set[int] = set()
         self._objects: dict[int, object] = {}
         self.caches: list[PagedKVCache] = []
@@ -68,9 +79,9 @@ class TensorAudit:
                 self._storages.add(storage.data_ptr())
                 yield storage.nbytes()
             return
-        if held is None or isinstance(held, (str, bytes, int, float, torch.ScriptObject)):
+        if held is None or isinstance(held, (str, bytes, int, float)):
             return
-        if isinstance(held, (type, types.FunctionType, types.ModuleType, torch.jit.ScriptModule)):
+        if isinstance(held, (type, types.FunctionType, types.ModuleType)):
             return
         if id(held) in self._objects:
             return
@@ -79,9 +90,16 @@ class TensorAudit:
             self.caches.append(held)
             return
         if isinstance(held, Linear) and held.storage is not Storage.PLAIN:
+            self._objects[id(held.packed)] = held.packed
             yield held.out_features * held.in_features * (2 if held.storage is Storage.FP16 else 1)
+        if isinstance(held, torch.ScriptObject):
+            weight = torch.ops.quantized.linear_unpack(held)[0]
+            yield weight.numel() * (1 if weight.is_quantized else 2)
         parts: object = ()
-        if isinstance(held, Mapping):
+        if isinstance(held, torch.jit.ScriptModule):
+            names = SCRIPTED_LISTS if self.scripted else ()
+            parts = [getattr(held, name) for name in names if held._c.hasattr(name)]
+        elif isinstance(held, Mapping):
             parts = list(held.values())
         elif isinstance(held, (list, tuple, set, frozenset)):
             parts = held
@@ -105,7 +123,7 @@ def workspace_bytes(
     pool_tokens: int,
     item_bytes: int,
     boundaries: tuple[int, ...],
-    scores_in_memory: bool,
+    score_copies: int,
 ) -> int:
     """Bytes that a step at the token budget needs beside weights and pools.
 
@@ -116,16 +134,14 @@ def workspace_bytes(
         pool_tokens: rows of the KV pool.
         item_bytes: of the compute dtype.
         boundaries: what a drafter reads.
-        scores_in_memory: whether attention writes its scores out, as plain torch does and kernels do not.
+        score_copies: how often attention writes its scores out: not at all in kernels, see `SCORE_COPIES`.
     """
     rows, hidden, inner = config.max_batch_tokens, model.hidden_size, model.intermediate_size
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim
     stream = 2 * hidden  # the residual stream and its norm
-    scores = 0
-    if scores_in_memory:
-        # the scores and their softmax, of one sequence at a time
-        scores = 2 * model.num_heads * min(rows, max_model_len) * max_model_len * item_bytes
+    # of one sequence at a time
+    scores = score_copies * model.num_heads * min(rows, max_model_len) * max_model_len * item_bytes
     attention = rows * (stream + 2 * qkv + attended) * item_bytes + scores
     mlp = rows * (stream + 3 * inner + hidden) * item_bytes
     # of the pass, and of the sequences until their next draft; one row of each block is kept
@@ -157,6 +173,7 @@ def memory_report(
     audit = TensorAudit()
     weights = audit.bytes_of(runner)
     pools = sum(cache.size_bytes for cache in audit.caches)
+    audit.scripted = True
     draft_weights = audit.bytes_of(drafter)
     workspace = measured_workspace or workspace_bytes(
         config,
@@ -165,7 +182,7 @@ def memory_report(
         pool_tokens=runner.cache.num_blocks * runner.cache.block_size,
         item_bytes=runner.decoder.dtype.itemsize,
         boundaries=runner.boundaries,
-        scores_in_memory=config.device == "cpu",
+        score_copies=0 if config.device != "cpu" else SCORE_COPIES[config.kernels],
     )
     return MemoryReport(
         weights=weights,
