@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specdec.audit.recording import recording
 from specdec.config import EngineConfig, SpecConfig
 from specdec.drafter import DraftRequest
 from specdec.engine import Engine
+from specdec.errors import SpecdecError
 from specdec.kernels import paged_attention
 from specdec.kernels.invariant import invariant_attention
 from specdec.models.fixed_rows import FIXED_ROWS, FixedRowLinear
@@ -31,12 +33,12 @@ class HalfRight:
     boundaries: tuple[int, ...] = ()
     can_sample = False
 
-    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
-        self.known = known
+    def __init__(self, known: dict[tuple[int, ...], list[int]], *, chains: bool) -> None:
+        self.known, self.chains = known, chains
         self.chance = random.Random(3)
 
     def makes_chains(self, spec: SpecConfig) -> bool:
-        return False
+        return self.chains
 
     def relative_cost(self, spec: SpecConfig) -> float:
         return 0.0
@@ -57,12 +59,18 @@ class HalfRight:
         right = self.chance.randrange(6)
         path = [token if depth < right else token ^ 1 for depth, token in enumerate(ahead)]
         wrong = [[path[0] ^ (2 << branch), 5] for branch in range(3)] if path else []
-        paths = [*wrong, path] if self.chance.random() < 0.7 else [path]
+        paths = [*wrong, path] if self.chance.random() < 0.7 and not self.chains else [path]
         return tree_from_paths(seq.token_ids[-1], paths)
 
 
 def texts_and_logits(
-    folder: Path, params: SamplingParams, drafts: list[list[int]] | None, **settings: object
+    folder: Path,
+    params: SamplingParams,
+    drafts: list[list[int]] | None,
+    *,
+    chains: bool = False,
+    prompts: list[list[int]] = PROMPTS,
+    **settings: object,
 ) -> tuple[list[list[int]], dict[tuple[int, int], torch.Tensor]]:
     """Texts, and the logits of every committed position by (request, position)."""
     config = EngineConfig(
@@ -73,11 +81,11 @@ def texts_and_logits(
     )
     draft: Callable[..., HalfRight] | None = None
     if drafts is not None:
-        known = {tuple(p): text + [0] * 64 for p, text in zip(PROMPTS, drafts, strict=True)}
-        draft = lambda view: HalfRight(known)
+        known = {tuple(p): text + [0] * 64 for p, text in zip(prompts, drafts, strict=True)}
+        draft = lambda view: HalfRight(known, chains=chains)
     engine = Engine(folder, draft=draft, config=config)
     with recording(engine) as steps:
-        results = engine.generate(PROMPTS, params)
+        results = engine.generate(prompts, params)
     rows = {
         (step.seq.seq_id, step.root_position + depth): row
         for step in steps
@@ -86,12 +94,13 @@ def texts_and_logits(
     return [result.token_ids for result in results], rows
 
 
-def differing_rows(folder: Path, params: SamplingParams, **settings: object) -> tuple[int, bool]:
+def differing_rows(folder: Path, params: SamplingParams, **settings: Any) -> tuple[int, bool]:
     """Positions whose logits differ between plain and speculative decoding, and whether a text does."""
     plain, plain_rows = texts_and_logits(folder, params, None, **settings)
     speculative, rows = texts_and_logits(folder, params, plain, **settings)
     shared = plain_rows.keys() & rows.keys()
-    assert len(shared) >= len(PROMPTS) * (TOKENS - 1), "the two runs must have positions in common"
+    wanted = len(settings.get("prompts", PROMPTS)) * ((params.max_tokens or 0) - 1)
+    assert len(shared) >= wanted, "the two runs must have positions in common"
     return sum(not torch.equal(plain_rows[key], rows[key]) for key in shared), plain != speculative
 
 
@@ -113,6 +122,36 @@ def test_speculative_text_is_plain_text_bit_for_bit(
 def test_a_sliding_window_is_deterministic_too(tiny_model_factory: Callable[..., Path]) -> None:
     folder = tiny_model_factory("mistral")
     assert differing_rows(folder, GREEDY, dtype="bfloat16", deterministic=True) == (0, False)
+
+
+def test_chains_through_interpreted_kernels_are_deterministic(
+    tiny_model_factory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    folder = tiny_model_factory("llama", seed=4, hidden_size=32, intermediate_size=48)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    settings: dict[str, Any] = {"chains": True, "prompts": PROMPTS[:1], "kernels": "triton"}
+    assert differing_rows(folder, params, dtype="float16", deterministic=True, **settings) == (0, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_chains_on_a_card_are_deterministic_in_bfloat16(tiny_llama: Path, params: SamplingParams) -> None:
+    settings: dict[str, Any] = {"chains": True, "device": "cuda", "dtype": "bfloat16"}
+    assert differing_rows(tiny_llama, params, deterministic=True, **settings) == (0, False)
+
+
+def test_trees_through_kernels_are_refused_when_deterministic(tiny_llama: Path) -> None:
+    from specdec.device.selection import check_deterministic_trees
+
+    config = EngineConfig(device="cuda", deterministic=True)
+    check_deterministic_trees(config, makes_chains=True)
+    with pytest.raises(SpecdecError, match="chains only"):
+        check_deterministic_trees(config, makes_chains=False)
+    with pytest.raises(SpecdecError, match="no fixed order"):
+        Engine(tiny_llama, config=EngineConfig(kernels="reference", deterministic=True, kv_tokens=64))
 
 
 def test_without_the_setting_the_numbers_do_differ(tiny_llama: Path) -> None:

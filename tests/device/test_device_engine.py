@@ -90,11 +90,30 @@ def test_triton_kernels_write_the_text_of_the_processors_path(
     folder = tiny_model_factory("llama", seed=4, hidden_size=32, intermediate_size=48)
     settings: dict[str, Any] = {
         "draft": random_draft(folder, tmp_path / "draft"),
-        "params": [replace(params, max_tokens=4) for params in (GREEDY, SAMPLED)],
+        "params": [replace(params, max_tokens=3) for params in (GREEDY, SAMPLED)],
         "spec": spec,
         "prompts": [PROMPTS[2], PROMPTS[3]],
     }
     assert texts(folder, kernels="triton", **settings) == texts(folder, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_card_writes_the_text_of_the_processor(
+    tiny_llama: Path, draft: Path, spec: SpecConfig, kernels: str
+) -> None:
+    """In float32, where the tiny target's choices are far apart; prompts, trees and rules in one batch."""
+    params = [replace(one, rule="coupled") if one.temperature else one for one in MIX]
+    expected = texts(tiny_llama, draft, params, spec=spec)
+    assert texts(tiny_llama, draft, params, spec=spec, device="cuda", kernels=kernels) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_on_a_card_decodes_whole_batches(tiny_llama: Path, draft: Path, dtype: str) -> None:
+    found = texts(tiny_llama, draft, GREEDY, spec=TREE, device="cuda", dtype=dtype)
+    assert [len(one) for one in found] == [GREEDY.max_tokens] * len(PROMPTS)
 
 
 def test_triton_on_the_processor_is_refused_unless_interpreted(

@@ -80,19 +80,17 @@ def test_every_tensor_of_weights_and_pools_is_counted_once(
     )
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_two_thousand_steps_leave_nothing_behind(
-    tiny_model_factory: Callable[..., Path], kernels: str
-) -> None:
+def test_two_thousand_steps_leave_nothing_behind(tiny_model_factory: Callable[..., Path]) -> None:
+    """Through the device path, whose size classes keep buffers."""
     folder = tiny_model_factory("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     config = EngineConfig(
-        kv_tokens=2048, max_num_seqs=4, kernels=kernels, spec=SpecConfig(max_depth=2, max_nodes=2)
+        kv_tokens=2048, max_num_seqs=4, kernels="reference", spec=SpecConfig(max_depth=2, max_nodes=2)
     )
     engine = Engine(folder, draft="ngram", config=config)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
 
     def turn() -> tuple[int, int, int]:
-        """Objects and tensors alive, and free blocks, after 100 steps."""
+        """Objects and tensors alive, and free blocks, after 500 steps."""
         before = engine.times.steps
         while engine.times.steps < before + 500:
             engine.generate([[5, 9, 5, 9, 7]] * 4, params)
