@@ -77,6 +77,7 @@ def generate(
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of a card's memory to use, KV pool included.")
     ] = 0.9,
+    cuda_graphs: Annotated[bool, typer.Option(help="Capture a card's decoding steps as graphs.")] = True,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of --prompts.")] = None,
 ) -> None:
@@ -155,6 +156,7 @@ def generate(
         kernels=kernels,
         deterministic=deterministic,
         gpu_memory_utilization=gpu_memory_utilization,
+        cuda_graphs=cuda_graphs,
         prefix_cache=prefix_cache,
         batch_size=batch_size,
     )

@@ -39,6 +39,7 @@ class GenerationPlan:
     kernels: str = "auto"
     deterministic: bool = False
     gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True
     prefix_cache: bool = True
     simulate_acceptance: float | None = None
 
@@ -56,6 +57,7 @@ class GenerationPlan:
                 deterministic=self.deterministic,
                 prefix_cache=self.prefix_cache,
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                cuda_graphs=self.cuda_graphs,
             )
         if self.simulate_acceptance is not None:
             say(simulation_notice(self.simulate_acceptance)["simulation"])

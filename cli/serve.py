@@ -60,6 +60,7 @@ def serve(
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of a card's memory to use, KV pool included.")
     ] = 0.9,
+    cuda_graphs: Annotated[bool, typer.Option(help="Capture a card's decoding steps as graphs.")] = True,
     timeout: Annotated[
         float | None, typer.Option(help="Longest time of a request in seconds, queueing included.")
     ] = None,
@@ -151,6 +152,7 @@ def serve(
             kernels=kernels,
             deterministic=deterministic,
             gpu_memory_utilization=gpu_memory_utilization,
+            cuda_graphs=cuda_graphs,
             allow_lossy=lossy,
             spec=spec,
         )
