@@ -30,6 +30,7 @@ def audit(
     knob: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the rule; may be repeated.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    weights: Annotated[str, typer.Option(help="auto, fp16-packed, plain, or int8 (another model).")] = "auto",
     shape: Annotated[
         str | None,
         typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES [default: tree:4x4:15, lossy chain:3]."),
@@ -58,6 +59,8 @@ def audit(
             raise UsageError(f"{option} ({text!r}) must name something; leave it out for the default")
     if lossy is not None and exact:
         raise UsageError(f"--exact promises that nothing lossy runs; drop it, or --lossy {lossy}")
+    if weights == "int8" and exact:
+        raise UsageError("--exact promises that nothing lossy runs; drop it, or --weights int8")
     if lossy is not None and rule is not None:
         raise UsageError("--rule audits an exact rule and --lossy prices a lossy one; give one of them")
     if knob and lossy is None and rule is None:
@@ -75,6 +78,7 @@ def audit(
             lossy=lossy,
             knobs=knob or [],
             dtype=dtype,
+            weights=weights,
             shape=shape or ("tree:4x4:15" if lossy is None else "chain:3"),
             batch_size=batch_size,
             data=data,

@@ -42,6 +42,7 @@ class AuditOptions:
     lossy: str | None
     knobs: list[str]
     dtype: str
+    weights: str
     shape: str
     batch_size: int
     data: str
@@ -109,6 +110,7 @@ def run_audit(options: AuditOptions) -> dict[str, Any]:
         draft=options.draft,
         spec=spec,
         dtype=options.dtype,
+        weights=options.weights,
         batch_size=options.batch_size,
         levels=levels,
         rule=rule,
@@ -144,6 +146,7 @@ def _summary(options: AuditOptions, plan: AuditPlan, record: AuditRecord) -> dic
         "target": options.target,
         "draft": options.draft,
         "dtype": options.dtype,
+        "weights": options.weights,
         "batch_size": options.batch_size,
         "shape": options.shape,
         "verification": plan.label,
@@ -241,7 +244,7 @@ def _print_baselines(plan: AuditPlan, record: AuditRecord) -> None:
 
 
 def _paper(options: AuditOptions, plan: AuditPlan, record: AuditRecord, summary: dict[str, Any]) -> Paper:
-    regime = f"{options.dtype}, batch {options.batch_size}, {options.shape}"
+    regime = f"{options.dtype}, weights {options.weights}, batch {options.batch_size}, {options.shape}"
     sections = []
     if record.baselines:
         columns, rows = _baseline_table(plan, record)

@@ -201,6 +201,8 @@ def _details(
             "rules": plan.rules,
             "knobs": plan.knobs,
             "threads": torch.get_num_threads(),
+            "weights": engine.config.weights,
+            "draft_weights": engine.config.resolved_draft_weights,
             "packed_matrices": engine.decoder.num_packed,
             "plain_matrices": engine.decoder.num_plain,
         },

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # one drafting pass costs about this much of a plain decoding step, and the first pass of a proposal
 # (new true rows) counts as one; measured with `specdec bench` on SmolLM2-135M
-PASS_COST = 0.09
+PASS_COST = 0.07
 # true rows of one sequence per pass: bounds the scores of a long prompt, [heads, rows, context]
 CATCH_UP_ROWS = 512
 

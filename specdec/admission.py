@@ -29,6 +29,11 @@ from specdec.verification.rules import Rule
 PROMPT_TAIL = 8
 
 
+def grammars_of(encoder: PromptEncoder, model_config: ModelConfig) -> GrammarCompiler:
+    """The grammars of a target's requests."""
+    return GrammarCompiler(encoder.tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Admission:
     """Limits of an engine, and what a request needs of it."""

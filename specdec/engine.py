@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from specdec.acceptance import commit_tokens, verify_step
-from specdec.admission import Admission
+from specdec.admission import Admission, grammars_of
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig, check_shared
 from specdec.cost_model import engine_costs
@@ -27,7 +27,6 @@ from specdec.device.selection import check_deterministic_trees, device_operation
 from specdec.device.step import device_step
 from specdec.drafter import Drafter, DraftRequest, TapDrafter, TargetView
 from specdec.errors import SpecdecError
-from specdec.grammar import GrammarCompiler
 from specdec.hub import resolve_target
 from specdec.memory import MemoryReport, memory_report
 from specdec.models.decoder import Decoder
@@ -43,7 +42,7 @@ from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.step_logits import StepLogits, TreeLogits
-from specdec.step_times import StepTimes
+from specdec.step_times import StartTimes, StepTimes
 from specdec.tree import DraftTree, chain_tree
 from specdec.verification.registry import RULES
 from specdec.verification.result import VerifyResult
@@ -86,6 +85,7 @@ class Engine:
         self.max_model_len = self.model_config.served_length(self.config.max_model_len)
         dtype = DTYPES[self.config.dtype]
         self.operations = device_operations(self.config, dtype)
+        self.startup = StartTimes()
         if share is not None:
             check_shared(self.config, self.max_model_len, share.config, share.max_model_len)
             self.decoder: Decoder = share.decoder
@@ -99,9 +99,12 @@ class Engine:
                 weights=self.config.weights,
                 deterministic=self.config.deterministic,
             )
+        self.startup.end("target")
         num_blocks = first_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
+        self.startup.end("tokenizer")
         self.drafter = self._make_drafter(draft, num_blocks)
+        self.startup.end("draft")
         cache = PagedKVCache(
             num_layers=self.model_config.num_layers,
             num_blocks=num_blocks,
@@ -132,12 +135,9 @@ class Engine:
             pool_rows=num_blocks * self.config.block_size,
             costs=engine_costs(self.config, self.decoder, folder, drafts=self.drafter is not None),
             rules={**RULES, **{rule.name: rule for rule in rules}},
-            grammars=share.admission.grammars
-            if share
-            else GrammarCompiler(
-                self.encoder.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids
-            ),
+            grammars=share.admission.grammars if share else grammars_of(self.encoder, self.model_config),
         )
+        self.startup.end("pool and costs")
         self.times = StepTimes()
         # those of the last step that raised: a server ends them, since any of them may be why
         self.failed: list[Sequence] = []

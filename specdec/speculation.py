@@ -19,6 +19,7 @@ PROBE_EVERY = 24  # steps without speculation before one step tries again, at fi
 LONGEST_PROBE_WAIT = 8 * PROBE_EVERY  # a probe that did not pay doubles the wait, up to this
 WARM_UP_STEPS = 4  # steps before the acceptance seen counts more than what is expected of a draft
 WORTH_A_TRY = 3.0  # a tree of at most this cost is drafted in the first steps, whatever it may bring
+BEST_ACCEPTANCE = 0.8  # that a probe may hope for
 EXPECTED_ACCEPTANCE = 0.6  # of a drafted token, before anything was seen
 
 
@@ -127,10 +128,10 @@ class SpeculationController:
         return best
 
     def _could_pay(self, spec: SpecConfig, batch: int) -> bool:
-        """Whether full acceptance would beat plain decoding."""
+        """Whether drafts that are nearly all accepted would beat plain decoding."""
         nodes = self._fewest(spec)
         depth = min(nodes, spec.max_depth)
-        return 1 + depth > self._cost(spec, nodes, batch)
+        return 1 + BEST_ACCEPTANCE * depth > self._cost(spec, nodes, batch)
 
     def _fewest(self, spec: SpecConfig) -> int:
         return 1 if self.makes_chains else spec.max_nodes

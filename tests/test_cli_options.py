@@ -55,8 +55,8 @@ OPTIONS: dict[str, str] = {
         "target --peer --draft --shape --data --limit --max-tokens --repeats --warm-up --adaptive --out"
     ),
     "audit": (
-        "target --draft --levels --rule --lossy --knob --exact --dtype --shape --batch-size --data --limit "
-        "--tasks --task-limit --max-tokens --task-tokens --draws --engine-draws --temperature --seed --out"
+        "target --draft --levels --rule --lossy --knob --exact --dtype --weights --shape --batch-size --data "
+        "--limit --tasks --task-limit --max-tokens --task-tokens --draws --engine-draws --temperature --seed --out"
     ),
     "sweep": (
         "target --out --draft --rule --shape --batch-size --tasks --task-limit --max-tokens --temperature "

@@ -29,6 +29,7 @@ class AuditPlan:
         draft: drafter spelling.
         spec: shape of the trees.
         dtype: of target and cache.
+        weights: how the target's matrices are held (`EngineConfig.weights`).
         batch_size: requests decoded at once.
         levels: in order.
         rule: the rule requests name; None: exact verification as served by default.
@@ -57,11 +58,17 @@ class AuditPlan:
     engine_draws: int
     temperature: float
     seed: int
+    weights: str = "auto"
 
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the law of the text."""
         return self.rule is not None and not self.rule.rule.is_lossless
+
+    @property
+    def full_precision(self) -> bool:
+        """Whether the audited target computes with the weights that were loaded, in float32."""
+        return self.dtype == "float32" and self.weights != "int8"
 
     @property
     def label(self) -> str:

@@ -61,6 +61,7 @@ class Audit:
         behind = max(plan.spec.max_nodes, plan.spec.top_k * plan.spec.max_depth)
         config = EngineConfig(
             dtype=plan.dtype,
+            weights=plan.weights,
             max_num_seqs=plan.batch_size,
             kv_tokens=plan.batch_size * (longest + behind + 48),
             allow_lossy=plan.lossy,
@@ -71,7 +72,7 @@ class Audit:
         self.drafting = Engine(self.plain, draft=plan.draft, config=config, rules=rules)
         self.used = PlainReference(self.plain.decoder)
         self.reference = self.used
-        if self.plain.decoder.dtype != torch.float32:
+        if not plan.full_precision:
             self.reference = PlainReference(self._full_precision())
         self._noise: Noise | None = None
 
@@ -168,7 +169,7 @@ class Audit:
             setting=f"{plan.draft}, {plan.label}",
             reference=self.reference,
             noise=self.noise,
-            exact=plan.dtype == "float32",
+            exact=plan.full_precision,
         )
         invariant = StepInvariant(
             used=self.used,
@@ -211,7 +212,7 @@ class Audit:
                 setting=name,
                 reference=self.reference,
                 noise=self.noise,
-                exact=plan.dtype == "float32",
+                exact=plan.full_precision,
             )
             for name in settings
         }

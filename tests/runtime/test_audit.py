@@ -23,6 +23,7 @@ from specdec.drafter import DraftRequest
 from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.hf import load_hf_model
+from specdec.models.layers import Storage, packing_available
 from specdec.runner import ModelRunner, StepOutput
 from specdec.sampling_params import SamplingParams
 from specdec.scheduler import ScheduledSequence
@@ -270,6 +271,16 @@ def test_rows_are_compared_even_where_every_choice_agrees(tiny_llama: Path) -> N
     assert levels["C2"].passed
     assert levels["C4"].passed is False
     assert levels["C4"].figures[0].passed, "roots are as they were"
+
+
+def test_an_int8_target_is_compared_with_the_weights_that_were_loaded(tiny_llama: Path) -> None:
+    if not packing_available(Storage.INT8):
+        pytest.skip("this torch build has no int8 products")
+    audit = Audit(plan_of(tiny_llama, weights="int8"))
+    assert audit.used.decoder.storage is Storage.INT8
+    assert audit.reference.decoder.num_packed == 0
+    assert not audit.plan.full_precision
+    assert audit.noise.relative > 1e-3, "rounding the target is no harmless change"
 
 
 def test_near_ties_are_told_from_bugs(tiny_llama: Path) -> None:

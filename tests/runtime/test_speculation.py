@@ -189,3 +189,9 @@ def test_the_batch_changes_how_much_is_drafted_and_no_token(
     together = engine.generate(prompts, greedy)
     assert [r.token_ids for r in alone] == [r.token_ids for r in together]
     assert sum(r.stats.drafted for r in together) < sum(r.stats.drafted for r in alone)
+
+
+def test_the_start_says_what_it_took(tiny_llama: Path) -> None:
+    seconds = Engine(tiny_llama, draft="ngram", config=EngineConfig(kv_tokens=64)).startup.seconds
+    assert list(seconds) == ["target", "tokenizer", "draft", "pool and costs"]
+    assert all(value >= 0 for value in seconds.values())
