@@ -1,10 +1,12 @@
-"""`specdec bench`: acceptance and speed against no speculation."""
+"""`specdec bench`: acceptance and speed against no speculation; with --url, a running server under load."""
 
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specdec.cli.bench_sides import check_sides
 from specdec.errors import UsageError
 
 # readings of each piece of work: the least that shows a spread
@@ -12,7 +14,10 @@ MICRO_ROUNDS = 5
 
 
 def bench(
-    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    context: typer.Context,
+    target: Annotated[
+        str | None, typer.Argument(help="Folder, or a name that pull knows; none with --url.")
+    ] = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT; may be repeated."),
@@ -67,6 +72,48 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Load a running OpenAI-compatible server instead: http://HOST:PORT/v1."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --url: its model [default: the first it lists].")
+    ] = None,
+    endpoint: Annotated[str, typer.Option(help="With --url: chat or completions.")] = "chat",
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="With --url: clients at once; 1,2,4 measures each [default: no bound]."),
+    ] = None,
+    request_rate: Annotated[
+        float,
+        typer.Option(help="With --url: conversations begun a second, at random times; inf: no waiting."),
+    ] = inf,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="With --url: tokens (about) that conversations begin with alike.")
+    ] = 0,
+    prefix_groups: Annotated[int, typer.Option(min=1, help="With --url: different shared prefixes.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="With --url: turns of each conversation.")] = 1,
+    think_time: Annotated[
+        float, typer.Option(help="With --url: mean pause between turns in seconds, as of an agent's tools.")
+    ] = 0.0,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="With --url: a fresh cache_salt for each point of a sweep.")
+    ] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="With --url: ask for exactly --max-tokens tokens.")
+    ] = False,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --url: ttft:MS, tpot:MS or e2el:MS that a good answer keeps; may be repeated."
+        ),
+    ] = None,
+    extra_body: Annotated[
+        str | None, typer.Option(help="With --url: further fields of every request, as JSON.")
+    ] = None,
+    request_timeout: Annotated[
+        float, typer.Option(help="With --url: seconds of a server's silence that end a request.")
+    ] = 600.0,
 ) -> None:
     """Measure acceptance and speed of drafters against the same engine without speculation.
 
@@ -74,7 +121,46 @@ def bench(
     the same weights. Example:
 
     specdec bench smollm2-135m --draft smollm2-135m --draft ngram --shape chain:3 --shape tree:4x4:15
+
+    With --url, measure a running server (ours, vLLM, SGLang) under load:
+
+    specdec bench --url http://localhost:8000/v1 --concurrency 1,2,4,8 --cold --out load.json
     """
+    check_sides(context)
+    if url is not None:
+        from specdec.cli.console import emit_json
+        from specdec.cli.load import run_load
+        from specdec.cli.load_plan import LoadPlan, parse_concurrency, parse_extra_body, parse_goodput
+
+        emit_json(
+            run_load(
+                LoadPlan(
+                    url=url,
+                    model=model,
+                    endpoint=endpoint,
+                    concurrency=parse_concurrency(concurrency),
+                    request_rate=request_rate,
+                    shared_prefix=shared_prefix,
+                    prefix_groups=prefix_groups,
+                    turns=turns,
+                    think_time=think_time,
+                    cold=cold,
+                    ignore_eos=ignore_eos,
+                    goodput=parse_goodput(goodput or ()),
+                    extra_body=parse_extra_body(extra_body),
+                    request_timeout=request_timeout,
+                    data=data,
+                    limit=limit,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    seed=seed,
+                    warm_up=warm_up,
+                    out=out,
+                )
+            )
+        )
+        return
+    assert target is not None, "one of TARGET and --url is there"
     from specdec.cli.bench_run import BenchPlan, run_bench
     from specdec.cli.console import emit_json
     from specdec.cli.sampling_options import parse_knobs

@@ -31,6 +31,8 @@ OPTIONS: dict[str, str] = {
         "--train-tokens --epochs --draft-vocab-size --lr --held-out --served --served-tokens --chain "
         "--max-hours --states-cache --keep-heads --picture"
     ),
+    "export": "draft --to --target --out --target-name",
+    "import": "folder --from --target --out",
     "generate": (
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
@@ -49,7 +51,9 @@ OPTIONS: dict[str, str] = {
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
         "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device --dtype "
-        "--deterministic --transformers --verify-cost --micro --trace --out"
+        "--deterministic --transformers --verify-cost --micro --trace --out --url --model --endpoint "
+        "--concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time --cold --ignore-eos "
+        "--goodput --extra-body --request-timeout"
     ),
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --repeats --warm-up --adaptive --out"
