@@ -23,7 +23,7 @@ from specdec.sequence import Sequence
 from specdec.step_logits import StepLogits, TreeLogits
 from specdec.tree import DraftTree
 from specdec.verification.greedy import GREEDY, verify_greedy
-from specdec.verification.result import VerifyResult
+from specdec.verification.result import TokenKind, VerifyResult
 
 
 def verify_step(
@@ -145,9 +145,12 @@ def commit_tokens(
     if seq.params.logprobs is not None:
         rows = torch.stack([logits[node] for node in (0, *result.accepted_nodes)])
         logprobs = token_logprobs(rows, tokens, seq.params.logprobs)
+    kinds: list[TokenKind] = ["accepted"] * len(result.accepted_nodes)
+    kinds.append(result.next_kind if tree.num_drafted else "plain")
     committed = 0
     for token in tokens:
         seq.token_ids.append(token)
+        seq.token_kinds.append(kinds[committed])
         if seq.params.logprobs is not None:
             seq.logprobs.append(logprobs[committed])
         committed += 1

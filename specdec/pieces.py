@@ -35,6 +35,7 @@ class PieceReader:
             token_ids=seq.token_ids[seq.prompt_len + self._tokens :],
             text=text[self._characters :],
             logprobs=logprobs_of(seq, self._tokens),
+            token_kinds=seq.token_kinds[self._tokens :],
             result=result_of(seq) if seq.is_finished else None,
         )
         self._tokens, self._characters = seq.num_output, len(text)

@@ -6,7 +6,7 @@ Owns how a prompt becomes token ids (the target's own tokenizer and chat templat
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from specdec.hf import encode_text, load_tokenizer, render_chat, template_hash
 from specdec.logprobs import TokenLogprobs
 from specdec.sequence import Sequence
 from specdec.stats import SpecStats
+from specdec.verification.result import TokenKind
 
 Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
 
@@ -23,8 +24,9 @@ Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
 class GenerationResult:
     """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why).
 
-    `logprobs` has one entry per output token, None when they were not asked for. `rule` is the rule
-    that verified its drafts, with its knobs; `lossless` whether the text has the target's law. `simulated`:
+    `logprobs` has one entry per output token, None when they were not asked for; `token_kinds` one, how it
+    came (`specdec.verification.result`). `rule` is the rule that verified its drafts, with its knobs;
+    `lossless` whether the text has the target's law. `simulated`:
     accepted lengths were drawn, the text is meaningless.
     """
 
@@ -38,6 +40,7 @@ class GenerationResult:
     lossless: bool
     simulated: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    token_kinds: list[TokenKind] = field(default_factory=list)
     error: str | None = None
 
 
@@ -53,7 +56,20 @@ class StreamPiece:
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprobs] | None = None
+    token_kinds: list[TokenKind] = field(default_factory=list)
     result: GenerationResult | None = None
+
+
+def whole_piece(index: int, result: GenerationResult) -> StreamPiece:
+    """A result as the one piece of its stream."""
+    return StreamPiece(
+        index=index,
+        token_ids=result.token_ids,
+        text=result.text,
+        logprobs=result.logprobs,
+        token_kinds=result.token_kinds,
+        result=result,
+    )
 
 
 class PromptEncoder:
@@ -111,6 +127,7 @@ def result_of(seq: Sequence) -> GenerationResult:
         seed=seq.stream.seed,
         stats=seq.stats,
         logprobs=logprobs_of(seq, 0),
+        token_kinds=list(seq.token_kinds),
         rule=seq.simulated.label if seq.simulated else seq.rule.label,
         lossless=seq.rule.rule.is_lossless and seq.simulated is None,
         simulated=seq.simulated is not None,

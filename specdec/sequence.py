@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.processors import RequestProcessor
     from specdec.simulated import SimulatedAcceptance
     from specdec.speculation import SpeculationController
+    from specdec.verification.result import TokenKind
     from specdec.verification.rules import BoundRule
 
 
@@ -78,6 +79,7 @@ class Sequence:
     pending_states: list[Tensor] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_kinds: list[TokenKind] = field(default_factory=list)  # of each output token
     finish_reason: str | None = None
     error: str | None = None
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -99,7 +101,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether its next pass reads text rather than verifies drafts: up to the pass that ends the prompt."""
+        """Whether its next pass reads text rather than verifies drafts: up to the pass ending the prompt."""
         return self.num_output == 0 or self.num_computed < len(self.token_ids) - 1
 
     @property

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.requests import GenerationResult, StreamPiece
+from specdec.requests import GenerationResult, StreamPiece, whole_piece
 from specdec.server import answers
 from specdec.server.events import EventStream, event
 from specdec.server.fields import ChatFields
@@ -19,6 +19,7 @@ from specdec.server.requests_made import chat_params, num_choices
 from specdec.server.service import Service, record_of
 from specdec.server.streaming import UsageCount, stream_flags
 from specdec.server.tickets import Ticket
+from specdec.server.token_kinds import KindReader, kind_readers, kinds_of
 from specdec.server.token_text import chat_logprobs
 from specdec.server.tool_calls import CallReader
 
@@ -72,15 +73,16 @@ class Chats:
         choices = num_choices(fields, service.config)
         one_call = fields.parallel_tool_calls is False
         readers = [CallReader(one_call=one_call) if tools else None for _ in ticket.sequences]
+        kinds = kind_readers(fields, service.encoder, ticket)
         if fields.stream:
             count = UsageCount(ticket, choices, flags)
-            events = self._events(request, fields, frame, ticket, count, readers)
+            events = self._events(request, fields, frame, ticket, count, readers, kinds)
             return EventStream(events, lambda: service.loop.close(ticket), headers)
         results = await service.results(request, ticket)
         body = {
             **frame,
             "choices": [
-                self._choice(fields, index, result, reader)
+                self._choice(fields, index, result, reader, kinds)
                 for index, (result, reader) in enumerate(zip(results, readers, strict=True))
             ],
             "usage": answers.usage(results, choices, ticket.num_cached_tokens),
@@ -96,6 +98,7 @@ class Chats:
         ticket: Ticket,
         count: UsageCount,
         readers: list[CallReader | None],
+        kinds: list[KindReader] | None,
     ) -> AsyncIterator[bytes]:
         begun: set[int] = set()
         async for piece in ticket.pieces():
@@ -110,7 +113,7 @@ class Chats:
             if first:
                 opening = {"index": piece.index, "delta": {"role": "assistant", "content": ""}}
                 yield event({**frame, "choices": [{**opening, "finish_reason": None}], **count.beside()})
-            if not (delta or piece.logprobs or reason or fields.return_token_ids):
+            if not (delta or piece.logprobs or reason or fields.return_token_ids or kinds):
                 continue
             choice = {
                 "index": piece.index,
@@ -118,6 +121,7 @@ class Chats:
                 "logprobs": self._logprobs(fields, piece),
                 "finish_reason": reason,
                 **({"token_ids": piece.token_ids} if fields.return_token_ids else {}),
+                **kinds_of(kinds, piece),
             }
             yield event({**frame, "choices": [choice], **count.beside()})
         self._service.note_results(request, count.results())
@@ -135,11 +139,14 @@ class Chats:
         return delta
 
     def _choice(
-        self, fields: ChatFields, index: int, result: GenerationResult, reader: CallReader | None
+        self,
+        fields: ChatFields,
+        index: int,
+        result: GenerationResult,
+        reader: CallReader | None,
+        kinds: list[KindReader] | None,
     ) -> dict[str, Any]:
-        whole = StreamPiece(
-            index=index, token_ids=result.token_ids, text=result.text, logprobs=result.logprobs, result=result
-        )
+        whole = whole_piece(index, result)
         delta = self._delta(whole, reader)
         reason = answers.finish_reason(result)
         called = _called(reader)
@@ -150,11 +157,12 @@ class Chats:
         }
         if called:
             message["tool_calls"] = delta["tool_calls"]
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(fields, whole),
             "finish_reason": "tool_calls" if called and reason == "stop" else reason,
+            **kinds_of(kinds, whole),
         }
         if fields.return_token_ids:
             choice |= {"token_ids": result.token_ids, "prompt_token_ids": result.prompt_token_ids}

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.requests import GenerationResult, StreamPiece
+from specdec.requests import GenerationResult, StreamPiece, whole_piece
 from specdec.server import answers
 from specdec.server.events import EventStream, event
 from specdec.server.fields import CompletionFields
@@ -20,6 +20,7 @@ from specdec.server.requests_made import completion_params, num_choices
 from specdec.server.service import Service, record_of
 from specdec.server.streaming import UsageCount, stream_flags
 from specdec.server.tickets import Ticket
+from specdec.server.token_kinds import KindReader, kind_readers, kinds_of
 from specdec.server.token_text import completion_logprobs
 
 
@@ -64,15 +65,17 @@ class Completions:
         }
         choices = num_choices(fields, service.config)
         echoes = [self._echo(fields, ticket, index) for index in range(len(ticket.sequences))]
+        kinds = kind_readers(fields, service.encoder, ticket)
         if fields.stream:
             count = UsageCount(ticket, choices, flags)
-            events = self._events(request, fields, frame, ticket, count, echoes)
+            events = self._events(request, fields, frame, ticket, count, echoes, kinds)
             return EventStream(events, lambda: service.loop.close(ticket), headers)
         results = await service.results(request, ticket)
         body = {
             **frame,
             "choices": [
-                self._choice(fields, index, echoes[index], result) for index, result in enumerate(results)
+                self._choice(fields, index, echoes[index], result, kinds)
+                for index, result in enumerate(results)
             ],
             "usage": answers.usage(results, choices, ticket.num_cached_tokens),
             "metrics": answers.metrics(results),
@@ -87,6 +90,7 @@ class Completions:
         ticket: Ticket,
         count: UsageCount,
         echoes: list[str],
+        kinds: list[KindReader] | None,
     ) -> AsyncIterator[bytes]:
         offsets = [len(echo) for echo in echoes]
         begun: set[int] = set()
@@ -95,7 +99,7 @@ class Completions:
             reason = None if piece.result is None else answers.finish_reason(piece.result)
             echo = "" if piece.index in begun else echoes[piece.index]
             begun.add(piece.index)
-            if not (echo or piece.text or piece.logprobs or reason or fields.return_token_ids):
+            if not (echo or piece.text or piece.logprobs or reason or fields.return_token_ids or kinds):
                 continue
             choice = {
                 "index": piece.index,
@@ -103,6 +107,7 @@ class Completions:
                 "logprobs": self._logprobs(fields, piece, offsets[piece.index]),
                 "finish_reason": reason,
                 **({"token_ids": piece.token_ids} if fields.return_token_ids else {}),
+                **kinds_of(kinds, piece),
             }
             offsets[piece.index] += sum(
                 len(self._service.tokens.show(entry.token_id)[0]) for entry in piece.logprobs or ()
@@ -113,16 +118,20 @@ class Completions:
             yield event({**frame, "choices": [], **count.last()})
 
     def _choice(
-        self, fields: CompletionFields, index: int, echo: str, result: GenerationResult
+        self,
+        fields: CompletionFields,
+        index: int,
+        echo: str,
+        result: GenerationResult,
+        kinds: list[KindReader] | None,
     ) -> dict[str, Any]:
-        whole = StreamPiece(
-            index=index, token_ids=result.token_ids, text=result.text, logprobs=result.logprobs, result=result
-        )
-        choice = {
+        whole = whole_piece(index, result)
+        choice: dict[str, Any] = {
             "index": index,
             "text": echo + result.text,
             "logprobs": self._logprobs(fields, whole, len(echo)),
             "finish_reason": answers.finish_reason(result),
+            **kinds_of(kinds, whole),
         }
         if fields.return_token_ids:
             choice |= {"token_ids": result.token_ids, "prompt_token_ids": result.prompt_token_ids}

@@ -37,7 +37,10 @@ class Fields(BaseModel):
 
 
 class SpeculativeFields(Fields):
-    """How this request speculates; further keys are the knobs of the rule it names."""
+    """How this request speculates; further keys are the knobs of the rule it names.
+
+    `token_kinds` changes nothing but the response: each choice then says of each token how it came.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -47,6 +50,7 @@ class SpeculativeFields(Fields):
     max_nodes: int | None = None
     adaptive: bool | None = None
     verification: str | None = None
+    token_kinds: bool | None = None
 
 
 class StreamOptions(Fields):

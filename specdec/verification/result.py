@@ -21,6 +21,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 NextKind = Literal["bonus", "recovered"]
+# how a committed token came; plain: the target's own, in a step that verified no drafts
+TokenKind = Literal["accepted", "bonus", "recovered", "plain"]
 
 
 class ProbRows(Protocol):
