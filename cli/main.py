@@ -41,7 +41,9 @@ from specdec.cli.audit import audit
 from specdec.cli.bench import bench
 from specdec.cli.compare import compare
 from specdec.cli.demo import demo
+from specdec.cli.export import export
 from specdec.cli.generate import generate
+from specdec.cli.import_draft import import_draft
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.rules import rules
@@ -71,6 +73,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "regenerate": regenerate,
     "train": train,
     "study": study,
+    "export": export,
+    "import": import_draft,
     "generate": generate,
     "serve": serve,
     "bench": bench,

@@ -48,6 +48,24 @@ class LoadedDraft:
     contract: DraftContract
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredDraft:
+    """A draft as it lies in its folder: tensors by our names, in the dtypes they are stored in."""
+
+    config: Eagle3Config
+    contract: DraftContract
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> str:
+        """What the weights are stored in, by its name."""
+        found = self.tensors["fc.weight"].dtype
+        names = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+        if found not in names:
+            raise SpecdecError(f"tensor fc.weight ({found}) must be one of {', '.join(STORAGE_DTYPES)}")
+        return names[found]
+
+
 def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors a draft folder of this configuration holds."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.draft_vocab_size
@@ -67,6 +85,9 @@ def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         "midlayer.post_attention_layernorm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if config.attention_bias:
+        attention = {"q_proj": heads, "k_proj": kv, "v_proj": kv, "o_proj": hidden}
+        shapes |= {f"midlayer.self_attn.{name}.bias": (size,) for name, size in attention.items()}
     if config.fc_norm:
         shapes |= {f"fc_norm.{tap}.weight": (config.target_hidden_size,) for tap in range(config.num_taps)}
     if config.norm_before_fc:
@@ -130,17 +151,24 @@ def save_draft(
 
     Other files already in the folder (`run.json`, `metrics.jsonl`) stay.
     """
-    target = Path(folder)
-    tensors = head_tensors(head, dtype)
-    check_tensors(tensors, head.config, "save")
-    config = head.config.to_dict()
-    config |= {"torch_dtype": dtype, "dtype": dtype}
-    config["specdec"] = {
-        "boundaries": list(head.config.boundaries),
-        "target_num_layers": head.config.target_num_layers,
+    return write_draft(
+        folder, StoredDraft(config=head.config, contract=contract, tensors=head_tensors(head, dtype))
+    )
+
+
+def write_draft(folder: str | Path, draft: StoredDraft) -> Path:
+    """Write a stored draft as it is; see `save_draft`."""
+    target, config = Path(folder), draft.config
+    tensors, dtype, contract = dict(draft.tensors), draft.dtype, draft.contract
+    check_tensors(tensors, config, "save")
+    written = config.to_dict()
+    written |= {"torch_dtype": dtype, "dtype": dtype}
+    written["specdec"] = {
+        "boundaries": list(config.boundaries),
+        "target_num_layers": config.target_num_layers,
         "target_fingerprint": contract.target_fingerprint,
         "template_hash": contract.template_hash,
-        "lm_head": head.config.lm_head,
+        "lm_head": config.lm_head,
         "embed": "target",
         "training": dict(contract.training),
     }
@@ -154,7 +182,7 @@ def save_draft(
             except SafetensorError as error:
                 # a full disk: its text ends in the system's reason
                 raise OSError(str(error)) from error
-            (scratch / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (scratch / CONFIG_NAME).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             # weights first: a folder without config.json is not taken for a draft.
             for name in (WEIGHTS_NAME, CONFIG_NAME):
                 os.replace(scratch / name, target / name)
@@ -193,6 +221,22 @@ def read_draft_config(folder: str | Path) -> tuple[Eagle3Config, DraftContract]:
     return config, contract
 
 
+def read_stored(folder: str | Path) -> StoredDraft:
+    """Read a draft folder as it is stored, every tensor checked."""
+    config, contract = read_draft_config(folder)
+    path = Path(folder) / WEIGHTS_NAME
+    if not path.is_file():
+        raise SpecdecError(
+            f"draft folder ({folder}) has no {WEIGHTS_NAME}; give a folder written by specdec train"
+        )
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise SpecdecError(f"{path} cannot be read: {error}") from error
+    check_tensors(tensors, config, str(path))
+    return StoredDraft(config=config, contract=contract, tensors=tensors)
+
+
 def load_draft(
     folder: str | Path, target_embed: Tensor, target_lm_head: Tensor, *, target_fingerprint: str | None = None
 ) -> LoadedDraft:
@@ -217,16 +261,7 @@ def load_draft(
             f"draft ({folder}) expects a target of vocabulary and width {list(shape)}, the target has "
             f"{list(target_lm_head.shape)}"
         )
-    path = Path(folder) / WEIGHTS_NAME
-    if not path.is_file():
-        raise SpecdecError(
-            f"draft folder ({folder}) has no {WEIGHTS_NAME}; give a folder written by specdec train"
-        )
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise SpecdecError(f"{path} cannot be read: {error}") from error
-    check_tensors(tensors, config, str(path))
+    tensors = dict(read_stored(folder).tensors)
     if config.reduced:
         vocab = DraftVocab.from_d2t(tensors.pop("d2t"), tensors.pop("t2d"), config.vocab_size)
     else:

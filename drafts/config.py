@@ -26,7 +26,8 @@ class Eagle3Config:
     """Shape and flags of one head.
 
     The norm flags have no hidden default on disk: `config.json` always writes all four, because readers
-    disagree about what an absent one means. `boundaries` are the taps, ascending, in 0..N of the target.
+    disagree about what an absent one means. `attention_bias` is on all four projections of attention, as in
+    Hugging Face's Llama. `boundaries` are the taps, ascending, in 0..N of the target.
     """
 
     hidden_size: int
@@ -45,6 +46,7 @@ class Eagle3Config:
     norm_output: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    attention_bias: bool = False
     lm_head: LmHead = "target_rows"
 
     def __post_init__(self) -> None:
@@ -115,7 +117,7 @@ class Eagle3Config:
             "num_hidden_layers": 1,
             "rms_norm_eps": self.rms_norm_eps,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": self.attention_bias,
             "mlp_bias": False,
             "initializer_range": 0.02,
             "max_position_embeddings": self.rope.max_position_embeddings,
@@ -181,6 +183,7 @@ class Eagle3Config:
             boundaries=boundaries,
             target_hidden_size=int(_need(raw, "target_hidden_size")),
             target_num_layers=int(_need(own, "target_num_layers", "specdec.")),
+            attention_bias=bool(raw.get("attention_bias")),
             lm_head=_need(own, "lm_head", "specdec."),
             **flags,
         )

@@ -42,11 +42,11 @@ class DraftAttention(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        width, kv = 2 * config.hidden_size, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv, bias=False)
-        self.v_proj = nn.Linear(width, kv, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        width, kv, bias = 2 * config.hidden_size, config.num_kv_heads * config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv, bias=bias)
+        self.v_proj = nn.Linear(width, kv, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
 
 
 class DraftMLP(nn.Module):
