@@ -42,6 +42,8 @@ FLAGS = flags_of(
 )
 # eight rows for each of the 1,024 inputs that three taps and the token have.
 PROBE_TOKENS = 8192
+# no target is that deep; a range to a typing slip must not fill memory.
+MAX_BOUNDARY = 10_000
 
 
 def select_layers(
@@ -135,8 +137,11 @@ def select_layers(
     import time
     import warnings
 
-    from specdec import hf, hub, provenance
     from specdec.cli.console import emit_json, progress, say
+
+    # the libraries alone take long enough on a busy machine to look stuck.
+    say(f"reading calibration texts and {target}")
+    from specdec import hf, hub, provenance
     from specdec.cli.selection_tables import print_selection, summary
     from specdec.layer_select import artifact, choose, document, score, texts
     from specdec.layer_select.constraints import feasible_sets
@@ -147,7 +152,9 @@ def select_layers(
         estimators_named(score_config.estimators)
     folder = hub.resolve_target(target)
     tokenizer = hf.load_tokenizer(folder)
-    calibration = texts.read_domains(files, tokenizer, score_config)
+    with named_flags(FLAGS):
+        calibration = texts.read_domains(files, tokenizer, score_config)
+    score.require_measurable(calibration, score_config)
     measured = sum(text.num_kept for text in calibration)
     notes = []
     if measured < tokens:
@@ -210,7 +217,7 @@ def select_layers(
         {
             **summary(made),
             "out": str(out),
-            "picture": None if picture is None else str(picture),
+            "picture": str(pictures[0]) if pictures else None,
             "pictures": [str(path) for path in pictures],
         }
     )
@@ -248,7 +255,8 @@ def _require_outputs(
     """Refuse places that cannot be written, collide or are read; the pictures that will be made."""
     record = out.with_name(f"{out.stem}.run.json")
     named = [("--out", out), ("--out", record)]
-    pictures = [] if picture is None else picture_paths(picture, print_too=print_pictures)
+    with usage_errors({"picture": "--picture"}):
+        pictures = [] if picture is None else picture_paths(picture, print_too=print_pictures)
     named += [("--picture", path) for path in pictures]
     if resume is not None:
         named.append(("--resume", resume))
@@ -274,7 +282,10 @@ def _parse_boundaries(option: str, text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise UsageError(f"{option} ({text}) must be boundaries and ranges like 1,4,8-12")
-        found += range(int(first), int(last if dash else first) + 1)
+        low, high = int(first), int(last if dash else first)
+        if high > MAX_BOUNDARY:
+            raise UsageError(f"{option} ({text}) names boundary {high}; no target has over {MAX_BOUNDARY}")
+        found += range(low, high + 1)
     return tuple(sorted(set(found)))
 
 

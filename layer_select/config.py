@@ -18,11 +18,27 @@ SEARCHES = ("auto", "exhaustive", "mmr", "kdpp", "facility")
 EXHAUSTIVE_LIMIT = 2_000_000
 # the ridge probe solves a system for each subset: K = 3 of 37 boundaries, minutes.
 EXHAUSTIVE_LIMIT_PROBE = 10_000
+# far past where diversity decides alone; beyond it the difference in informativeness is rounding.
+MAX_DIVERSITY_WEIGHT = 1e6
+# e^(theta z) of the richest of a hundred boundaries (z below 10) stays a double.
+MAX_DPP_WEIGHT = 50.0
+# the probe's streams take the seed times 2^32.
+MAX_SEED = 2**31 - 1
 
 
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise SpecdecError(f"{name} ({value}) must be at least {low}")
+
+
+def _between(name: str, value: float, high: float) -> None:
+    if not 0 <= value <= high:
+        raise SpecdecError(f"{name} ({value}) must be a finite number in 0..{high:g}")
+
+
+def _require_seed(seed: int) -> None:
+    if not 0 <= seed <= MAX_SEED:
+        raise SpecdecError(f"seed ({seed}) must be in 0..{MAX_SEED}")
 
 
 # every listed estimator but the logit lens, whose head is rows x hidden x vocabulary at every boundary.
@@ -99,6 +115,7 @@ class ScoreConfig:
         _at_least("probe_tokens", self.probe_tokens, 0)
         _at_least("probe_dims", self.probe_dims, 1)
         _at_least("probe_heldout", self.probe_heldout, MIN_ROWS)
+        _require_seed(self.seed)
         if not self.estimators:
             raise SpecdecError("estimators () must name at least one; use matrix_entropy or all")
 
@@ -151,10 +168,9 @@ class ChooseConfig:
         _at_least("num_runners_up", self.num_runners_up, 0)
         _at_least("resamples", self.resamples, 0)
         _at_least("size_draws", self.size_draws, 1)
-        if not 0 <= self.diversity_weight < float("inf"):
-            raise SpecdecError(f"diversity_weight ({self.diversity_weight}) must be a finite number >= 0")
-        if not 0 <= self.dpp_weight < float("inf"):
-            raise SpecdecError(f"dpp_weight ({self.dpp_weight}) must be a finite number >= 0")
+        _between("diversity_weight", self.diversity_weight, MAX_DIVERSITY_WEIGHT)
+        _between("dpp_weight", self.dpp_weight, MAX_DPP_WEIGHT)
+        _require_seed(self.seed)
         if self.search not in SEARCHES:
             raise SpecdecError(f"search ({self.search}) must be one of {', '.join(SEARCHES)}")
         if self.engine is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.layer_select.constraints import Feasible
 
-# squared residuals below this part of the largest diagonal entry are rounding: such a set is dependent.
+# squared residuals below this part of a boundary's own diagonal entry are rounding: such a set is dependent.
 RESIDUAL_FLOOR = 1e-12
 BLOCK = 100_000
 
@@ -33,27 +33,37 @@ def dpp_kernel(richness: Tensor, likeness: Tensor, theta: float) -> Tensor:
 
 def log_dets(kernel: Tensor, sets: Tensor) -> Tensor:
     """Log-determinant of the kernel on each set `[subsets, K]`, `[subsets]`; floored for dependent sets."""
-    # a floor of the kernel's own scale keeps dependent sets comparable instead of all at -inf.
-    floor = RESIDUAL_FLOOR * kernel.diagonal().max()
-    steady = kernel + floor * torch.eye(len(kernel), dtype=kernel.dtype)
+    steady, log_scale = _unit_diagonal(kernel)
     parts = [
         torch.linalg.slogdet(steady[part[:, :, None], part[:, None, :]]).logabsdet
+        + log_scale[part].sum(dim=1)
         for part in sets.split(BLOCK)
     ]
     return torch.cat(parts)
 
 
+def _unit_diagonal(kernel: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel scaled to a unit diagonal, and the log of what was divided out, `[N + 1]`.
+
+    Qualities differ by many orders of magnitude under a large theta: only without them can a floor keep
+    dependent sets comparable, instead of all at -inf, and leave independent ones alone.
+    """
+    diagonal = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny)
+    scale = diagonal.sqrt()
+    unit = kernel / scale[:, None] / scale[None, :]
+    return unit + RESIDUAL_FLOOR * torch.eye(len(kernel), dtype=kernel.dtype), diagonal.log()
+
+
 def greedy_map(kernel: Tensor, sets: Feasible) -> list[int]:
     """Add the boundary that raises log det most until K are chosen, never into a corner; ascending."""
-    floor = RESIDUAL_FLOOR * kernel.diagonal().max()
-    steady = kernel + floor * torch.eye(len(kernel), dtype=kernel.dtype)
+    steady, log_scale = _unit_diagonal(kernel)
     residual = steady.diagonal().clone()
     factors = kernel.new_zeros(len(kernel), 0)
     chosen: list[int] = []
 
     def add(boundary: int) -> None:
         nonlocal residual, factors
-        pivot = residual[boundary].clamp_min(floor).sqrt()
+        pivot = residual[boundary].clamp_min(RESIDUAL_FLOOR).sqrt()
         column = (steady[:, boundary] - factors @ factors[boundary]) / pivot
         factors = torch.cat([factors, column[:, None]], dim=1)
         residual = residual - column.square()
@@ -62,6 +72,7 @@ def greedy_map(kernel: Tensor, sets: Feasible) -> list[int]:
     for boundary in sets.forced:
         add(boundary)
     while len(chosen) < sets.count:
-        order = torch.sort(residual, descending=True, stable=True).indices.tolist()
+        gain = log_scale + residual.clamp_min(RESIDUAL_FLOOR).log()
+        order = torch.sort(gain, descending=True, stable=True).indices.tolist()
         add(next(b for b in order if b in sets.free and b not in chosen and sets.leaves_room([*chosen, b])))
     return sorted(chosen)

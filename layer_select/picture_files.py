@@ -23,6 +23,8 @@ def picture_paths(path: str | Path, *, print_too: bool) -> list[Path]:
         print_too: whether there are variants for paper.
     """
     path = Path(path)
+    if path.suffix not in ("", ".png"):
+        raise SpecdecError(f"picture ({path}) must end in .png; pictures are PNG files")
     variants = ("", PRINT_SUFFIX) if print_too else ("",)
     return [
         path.with_name(f"{path.stem}{kind}{variant}{path.suffix or '.png'}")

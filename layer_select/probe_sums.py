@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specdec.layer_select.config import ScoreConfig
+from specdec.errors import SpecdecError
+from specdec.layer_select.config import MIN_ROWS, ScoreConfig
 from specdec.layer_select.readout import Readout
 from specdec.layer_select.ridge import unit_rms
 
@@ -80,6 +81,36 @@ class ProbeSums:
         self.held_outputs.append(outputs)
 
 
+def planned_rows(batches: Sequence[Sequence[int]], config: ScoreConfig) -> tuple[int, int]:
+    """Rows a `ProbeCollector` will fit on and hold out, known before anything is measured.
+
+    Args:
+        batches: measured positions of each text of each batch, in the order of the pass.
+        config: of the pass.
+    """
+    total, first, found = sum(map(sum, batches)), 0, [0, 0]
+    for kept in batches:
+        for is_held, budget in enumerate((config.probe_tokens, config.probe_heldout)):
+            rows = sum(max(n - 1, 0) for i, n in enumerate(kept) if _held_out(first + i) == bool(is_held))
+            found[is_held] += min(round(budget / total * sum(kept)), rows)
+        first += len(kept)
+    return found[0], found[1]
+
+
+def require_probe_rows(rows: int, held: int) -> None:
+    """Refuse a probe of too few rows to fit or to judge."""
+    if rows < MIN_ROWS or held < MIN_ROWS:
+        raise SpecdecError(
+            f"the ridge probe has {rows} rows to fit and {held} held out; at least {MIN_ROWS} of each are "
+            "needed: give more or longer texts (every fourth is held out), or leave the probe out "
+            "(--no-probe; probe_tokens=0 in Python)"
+        )
+
+
+def _held_out(text: int) -> bool:
+    return text % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
 class ProbeCollector:
     """Turns the states of one batch into fit and held-out rows, a fixed part of every batch."""
 
@@ -113,7 +144,7 @@ class ProbeCollector:
             ids: measured token ids of each text, `[kept]`.
             states: their states, `[boundaries, kept, hidden]`.
         """
-        held = [(first_text + index) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for index in range(len(ids))]
+        held = [_held_out(first_text + index) for index in range(len(ids))]
         batch_rows = sum(len(each) for each in ids)
         for is_held, share in ((False, self._fit_share), (True, self._held_share)):
             texts = [index for index, flag in enumerate(held) if flag == is_held]

@@ -23,11 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecdecError
 from specdec.hf import check_boundaries
-from specdec.layer_select.config import MIN_ROWS
 from specdec.layer_select.held_out_fit import HeldOutFit
-from specdec.layer_select.probe_sums import ProbeSums
+from specdec.layer_select.probe_sums import ProbeSums, require_probe_rows
 from specdec.layer_select.readout import BLOCK_ELEMENTS
 from specdec.layer_select.ridge import ridge_solve
 
@@ -65,11 +63,7 @@ class RidgeProbe:
         logits_of_features: Callable[[Tensor], Tensor],
     ) -> None:
         held = sum(len(part) for part in sums.held_inputs)
-        if sums.rows < MIN_ROWS or held < MIN_ROWS:
-            raise SpecdecError(
-                f"the ridge probe has {sums.rows} rows to fit and {held} held out; at least {MIN_ROWS} of "
-                "each are needed: give more or longer texts (every fourth is held out), or probe_tokens 0"
-            )
+        require_probe_rows(sums.rows, held)
         self.num_boundaries = num_boundaries
         self.rows, self.held_rows = sums.rows, held
         self._dims = len(sums.gram) // (num_boundaries + 1)

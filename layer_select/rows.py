@@ -15,22 +15,34 @@ from specdec.errors import SpecdecError
 RESIDUE_ULPS = 32.0
 
 
+def row_lengths(states: Tensor) -> Tensor:
+    """Length of every row `[..., rows, 1]`, also where the squares leave the range of the dtype."""
+    length = states.norm(dim=-1, keepdim=True)
+    limits = torch.finfo(states.dtype)
+    # squares lose digits from well before they vanish.
+    extreme = (length > limits.max**0.5) | (length < (limits.tiny / limits.eps) ** 0.5)
+    if bool(extreme.any()):
+        rows = extreme.squeeze(-1)
+        length[rows] = states[rows].double().norm(dim=-1, keepdim=True).to(states.dtype)
+    return length
+
+
 def center(states: Tensor) -> Tensor:
     """Subtract the mean row; rows that only rounding keeps from zero become zero."""
     centred = states - states.mean(dim=-2, keepdim=True)
-    floor = RESIDUE_ULPS * torch.finfo(states.dtype).eps * states.norm(dim=-1, keepdim=True)
-    return torch.where(centred.norm(dim=-1, keepdim=True) <= floor, torch.zeros_like(centred), centred)
+    floor = RESIDUE_ULPS * torch.finfo(states.dtype).eps * row_lengths(states)
+    return torch.where(row_lengths(centred) <= floor, torch.zeros_like(centred), centred)
 
 
 def normalize_rows(states: Tensor) -> Tensor:
     """Scale every row to unit length; zero rows stay zero."""
-    length = states.norm(dim=-1, keepdim=True)
+    length = row_lengths(states)
     return states / torch.where(length == 0, torch.ones_like(length), length)
 
 
 def massive_boundaries(states: Tensor, ratio: float) -> list[int]:
     """Positions along `[boundaries, rows, hidden]` where a row is `ratio` times as long as the median row."""
-    lengths = states.norm(dim=-1)
+    lengths = row_lengths(states).squeeze(-1)
     return (lengths.amax(dim=1) > ratio * lengths.median(dim=1).values).nonzero().flatten().tolist()
 
 

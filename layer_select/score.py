@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecdecError
 from specdec.hf import BoundaryTap, num_decoder_layers
 from specdec.layer_select.cka import degenerate_boundaries, hsic_pair
 from specdec.layer_select.config import MIN_ROWS, ScoreConfig
@@ -28,17 +29,19 @@ from specdec.layer_select.evidence import block_influence, cosine_to_final
 from specdec.layer_select.forward import calibration_batches, kept_states
 from specdec.layer_select.layer_scores import LayerScores
 from specdec.layer_select.pass_state import PassState
-from specdec.layer_select.probe_sums import ProbeCollector
+from specdec.layer_select.probe_sums import ProbeCollector, planned_rows, require_probe_rows
 from specdec.layer_select.readout import Readout, check_stream
 from specdec.layer_select.resume import load_pass, run_key, save_pass
 from specdec.layer_select.ridge_probe import RidgeProbe
 from specdec.layer_select.rows import massive_boundaries, require_finite
 from specdec.layer_select.texts import CalibrationText
 
-__all__ = ["LayerScores", "ScoreProgress", "score_layers"]
+__all__ = ["LayerScores", "ScoreProgress", "require_measurable", "score_layers"]
 
 # a row this many times as long as the median would decide every unscaled estimate.
 MASSIVE_RATIO = 100.0
+# three taps and the next token: a fit of fewer rows than inputs is decided by its penalty.
+PROBE_BLOCKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,13 @@ class ScoreProgress:
     total: int
     tokens_per_second: float
     seconds_left: float
+
+
+def require_measurable(texts: Sequence[CalibrationText], config: ScoreConfig) -> None:
+    """Refuse texts too few for a pass or its probe; asked before a target is loaded."""
+    batches = calibration_batches(texts, config.batch_tokens)
+    if config.probe_tokens:
+        require_probe_rows(*planned_rows([[text.num_kept for text in batch] for _, batch in batches], config))
 
 
 def score_layers(
@@ -86,6 +96,7 @@ class _Pass:
 
     def __init__(self, model: Any, texts: Sequence[CalibrationText], config: ScoreConfig) -> None:
         self.model, self.texts, self.config = model, texts, config
+        require_measurable(texts, config)
         self.batches = calibration_batches(texts, config.batch_tokens)
         self.estimators = estimators_named(config.estimators)
         check_stream(model)
@@ -94,6 +105,7 @@ class _Pass:
         self.total = sum(text.num_kept for text in texts)
         self.generator = torch.Generator().manual_seed(config.seed)
         self.state = PassState()
+        _require_ids(texts, int(model.get_input_embeddings().weight.shape[0]))
         hidden, vocab = self.readout.hidden_size, self.readout.vocab_size
         self.shape = TargetShape(
             num_layers=len(self.boundaries) - 1,
@@ -252,11 +264,29 @@ class _Pass:
                 f"than {MIN_ROWS}; they say little",
                 stacklevel=4,
             )
+        if self.probe is not None and self.probe.sums.rows < PROBE_BLOCKS * self.probe.dims:
+            warnings.warn(
+                f"the ridge probe was fitted on {self.probe.sums.rows} rows, fewer than the "
+                f"{PROBE_BLOCKS * self.probe.dims} inputs that three taps and the token have; its overlaps "
+                "say little",
+                stacklevel=4,
+            )
         if self.state.massive:
             warnings.warn(
                 f"states at boundaries {sorted(self.state.massive)} hold rows over {MASSIVE_RATIO:g} times "
                 "the median length (massive activations) that decide unscaled estimates; set row_normalize",
                 stacklevel=4,
+            )
+
+
+def _require_ids(texts: Sequence[CalibrationText], size: int) -> None:
+    """Refuse token ids that the target has no embedding for."""
+    for number, text in enumerate(texts):
+        worst = max(text.token_ids) if min(text.token_ids) >= 0 else min(text.token_ids)
+        if not 0 <= worst < size:
+            raise SpecdecError(
+                f"calibration text {number} holds token id {worst}, and the target has 0..{size - 1}; its "
+                "ids are of another tokenizer"
             )
 
 

@@ -24,6 +24,8 @@ from specdec.layer_select.config import MIN_ROWS, ScoreConfig
 # a plain text file is cut at paragraph ends into pieces of about this many characters for each allowed token.
 CHARACTERS_PER_TOKEN = 4
 TEXTS_BETWEEN_COUNTS = 32
+# a paragraph of this many pieces is a file without blank lines, not prose.
+LONG_PARAGRAPH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,12 @@ def read_domains(
     """
     if not sources:
         raise SpecdecError("calibration needs at least one file; name one for each domain")
-    share = replace(config, tokens=max(MIN_ROWS, config.tokens // len(sources)))
+    if config.tokens < MIN_ROWS * len(sources):
+        raise SpecdecError(
+            f"tokens ({config.tokens}) must be at least {MIN_ROWS * len(sources)}, {MIN_ROWS} for each of "
+            f"the {len(sources)} calibration files"
+        )
+    share = replace(config, tokens=config.tokens // len(sources))
     return [
         text for domain, path in sources.items() for text in read_texts(path, tokenizer, share, domain=domain)
     ]
@@ -134,7 +141,8 @@ def _drop_shared_start(texts: list[CalibrationText], has_answer: list[bool]) -> 
 
 def _rows_of(path: Path, config: ScoreConfig) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        content = path.read_text(encoding="utf-8")
+        # with or without the mark that some editors put before UTF-8.
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecdecError(f"calibration file ({path}) cannot be read as UTF-8 text: {error}") from error
     if path.suffix != ".jsonl":
@@ -160,22 +168,32 @@ def _rows_of(path: Path, config: ScoreConfig) -> Iterator[tuple[int, dict[str, A
 def _pieces(content: str, size: int) -> Iterator[dict[str, Any]]:
     piece = ""
     for paragraph in content.split("\n\n"):
-        piece += paragraph + "\n\n"
-        if len(piece) >= size:
-            yield {"text": piece}
-            piece = ""
+        for part in _parts(paragraph + "\n\n", size):
+            piece += part
+            if len(piece) >= size:
+                yield {"text": piece}
+                piece = ""
     if piece.strip():
         yield {"text": piece}
+
+
+def _parts(paragraph: str, size: int) -> Iterator[str]:
+    """The paragraph, or its lines where it is so long that most of it would be cut off, or parts of those."""
+    if len(paragraph) < LONG_PARAGRAPH * size:
+        yield paragraph
+        return
+    for line in paragraph.splitlines(keepends=True):
+        yield from (line[low : low + size] for low in range(0, len(line), size))
 
 
 def _ids_of_row(path: Path, line: int, row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int | None]:
     """Token ids of a row, and where its answer starts; None where it has no answer."""
     try:
         if "response_token_ids" in row:
-            prompt = [int(token) for token in row["prompt_token_ids"]]
-            return prompt + [int(token) for token in row["response_token_ids"]], len(prompt)
+            prompt = _stored_ids(row["prompt_token_ids"])
+            return prompt + _stored_ids(row["response_token_ids"]), len(prompt)
         if "messages" in row:
-            messages = row["messages"]
+            messages = _turns(row["messages"])
             if tokenizer.chat_template is None:
                 return _plain_chat(tokenizer, messages)
             whole = render_chat(tokenizer, messages, add_generation_prompt=False)
@@ -183,17 +201,37 @@ def _ids_of_row(path: Path, line: int, row: dict[str, Any], tokenizer: Any) -> t
                 return whole, None
             return whole, len(render_chat(tokenizer, messages[:-1], add_generation_prompt=True))
         if "text" in row:
-            return encode_text(tokenizer, str(row["text"])), None
-        prompt_text = row["turns"][0] if "turns" in row else row["prompt"]
+            return encode_text(tokenizer, _string(row["text"])), None
+        prompt_text = _string(row["turns"][0] if "turns" in row else row["prompt"])
         # a base model is prompted without a template when it serves, too.
         if tokenizer.chat_template is None:
-            return encode_text(tokenizer, str(prompt_text)), None
-        messages = [{"role": "user", "content": str(prompt_text)}]
+            return encode_text(tokenizer, prompt_text), None
+        messages = [{"role": "user", "content": prompt_text}]
         return render_chat(tokenizer, messages, add_generation_prompt=True), None
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SpecdecError(
             f"{path}, line {line}: needs prompt, turns, messages, text or stored token ids ({error})"
         ) from error
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{json.dumps(value)[:40]} is not text")
+    return value
+
+
+def _stored_ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise TypeError("token ids must be a list of whole numbers from 0")
+    return value
+
+
+def _turns(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        raise TypeError("messages must be a list of turns, each with a role and content")
+    if not all(isinstance(turn.get(field), str) for turn in value for field in ("role", "content")):
+        raise TypeError("every message must have a string role and content")
+    return value
 
 
 def _plain_chat(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], int | None]:

@@ -44,7 +44,9 @@ RECURRENT_MODEL_TYPES = {
     **{"recurrent_gemma": "recurrent", "rwkv": "rwkv", "xlstm": "xlstm"},
 }
 # names of the module applied after the last decoder layer, as transformers spells them.
-FINAL_NORM_NAMES = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm", "ln_final")
+FINAL_NORM_NAMES = (
+    "norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm", "ln_final", "layer_norm",
+)  # fmt: skip
 # names of decoder layer lists, used only to break a tie between lists of equal length at equal depth.
 LAYER_LIST_NAMES = frozenset({"layers", "h", "blocks", "block", "decoder_layers"})
 MASKED_LM_SUFFIXES = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForPreTraining")

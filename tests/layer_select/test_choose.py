@@ -128,6 +128,7 @@ def test_an_estimator_that_was_not_measured_or_does_not_exist_is_refused(made_up
         {"num_layers": 0}, {"min_gap": 0}, {"diversity_weight": -1.0}, {"diversity_weight": float("nan")},
         {"dpp_weight": -1.0}, {"dpp_weight": float("inf")}, {"search": "lucky"}, {"resamples": -1},
         {"size_draws": 0}, {"num_runners_up": -1}, {"engine": "tgi"}, {"objective": "luck"},
+        {"diversity_weight": 1e300}, {"dpp_weight": 1e5}, {"seed": -1}, {"seed": 2**70},
     ],
 )  # fmt: skip
 def test_settings_outside_their_range_are_refused_naming_the_field(settings: dict[str, float]) -> None:

@@ -10,13 +10,14 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from specdec.layer_select.cka import hsic_matrix
 from specdec.layer_select.entropy import ESTIMATORS
 from specdec.layer_select.estimators.channel import channel_entropy, channel_softmax_entropy
 from specdec.layer_select.estimators.gaussian import EPSILON, gaussian_entropy
 from specdec.layer_select.estimators.histogram import BINS, TAIL, coordinate_entropies, histogram_entropy
 from specdec.layer_select.estimators.logit_lens import logit_lens_entropy
 from specdec.layer_select.estimators.sample import StateSample
-from specdec.layer_select.rows import massive_boundaries
+from specdec.layer_select.rows import massive_boundaries, normalize_rows
 
 # both sides compute in float64.
 TOLERANCE = 1e-6
@@ -143,6 +144,20 @@ def test_degenerate_states_have_a_finite_value_in_every_estimator(
     assert values.shape == (2,)
     assert values.dtype == torch.float64
     assert torch.isfinite(values).all()
+
+
+@pytest.mark.parametrize("scale", [1e22, 1e-25])
+def test_states_whose_squares_leave_fp32_are_no_zeros(scale: float) -> None:
+    """A length that overflows to infinity made every row zero, and its boundary the most diverse of all."""
+    states = torch.randn(2, 20, 64)
+    for name, estimator in ESTIMATORS.items():
+        if name != "logit_lens_entropy":
+            found = estimator.compute(StateSample(states=scale * states))
+            torch.testing.assert_close(
+                found, estimator.compute(StateSample(states=states)), atol=1e-5, rtol=0
+            )
+    unit = normalize_rows(scale * states)
+    torch.testing.assert_close(hsic_matrix(unit), hsic_matrix(normalize_rows(states)), rtol=1e-4, atol=1e-7)
 
 
 def test_massive_rows_are_found_by_their_boundary() -> None:

@@ -23,6 +23,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {**GEMMA, "final_logit_softcapping": 5.0}),
     ("gemma3_text", GEMMA),
     ("gpt_neox", {}),
+    ("biogpt", {}),
 ]
 app = typer.Typer()
 app.command()(select_layers)

@@ -14,7 +14,7 @@ from specdec import hf
 from specdec.errors import SpecdecError
 from specdec.layer_select.config import ScoreConfig
 from specdec.layer_select.held_out_fit import HeldOutFit
-from specdec.layer_select.probe_sums import ProbeCollector, ProbeSums
+from specdec.layer_select.probe_sums import ProbeCollector, ProbeSums, planned_rows
 from specdec.layer_select.readout import Readout
 from specdec.layer_select.ridge import ridge_solve, unit_rms
 from specdec.layer_select.ridge_probe import PENALTIES, RidgeProbe
@@ -166,6 +166,7 @@ def test_rows_pair_the_states_at_t_and_the_next_token_with_the_features_at_t_and
     sums = collect(model, texts, config, [[0, 1, 2, 3], [4, 5]])
     assert sums.rows == 8 + 13 + 4 + 0 + 6
     assert sum(map(len, sums.held_inputs)) == 10
+    assert planned_rows([[9, 14, 5, 11], [1, 7]], config) == (31, 10)
     with hf.BoundaryTap(model, range(5)) as tap, torch.no_grad():
         output = model(texts[3][None], output_hidden_states=True)
         inputs = torch.cat([unit_rms(tap.states[b][0, :-1]) for b in range(5)], dim=1)
@@ -183,6 +184,7 @@ def test_a_budget_below_all_rows_is_spread_over_the_batches(model: Any) -> None:
     assert sums.rows == 80
     assert [len(part) for part in sums.held_inputs] == [10, 10]
     assert sums.gram.shape == (6 * 16, 6 * 16)
+    assert planned_rows([[41] * 4] * 2, config) == (80, 20)
     # the projection keeps the mean square, so one penalty suits every width.
     assert (sums.gram.diagonal().mean() / sums.rows).item() == pytest.approx(1.0, abs=0.25)
 

@@ -185,6 +185,22 @@ def test_measured_memory_and_its_bound_are_reported(model: Any) -> None:
     assert costs.bound_bytes > weights
 
 
+@pytest.mark.parametrize("wrong", [272, -1])
+def test_token_ids_of_another_tokenizer_are_refused_before_the_pass(model: Any, wrong: int) -> None:
+    texts = [*random_texts([20]), CalibrationText(token_ids=(1, 2, 3, wrong, 4, 5), first_kept=1)]
+    with pytest.raises(SpecdecError, match=rf"text 1 holds token id {wrong}, and the target has 0\.\.271"):
+        score_layers(model, texts)
+
+
+def test_too_few_rows_for_the_probe_are_an_error_before_the_pass_or_a_warning(model: Any) -> None:
+    said: list[ScoreProgress] = []
+    with pytest.raises(SpecdecError, match="24 rows to fit and 0 held out"):
+        score_layers(model, random_texts([10] * 3 + [2]), ScoreConfig(probe_tokens=100), progress=said.append)
+    assert said == []
+    with pytest.warns(UserWarning, match="fitted on 72 rows, fewer than the 256 inputs"):
+        score_layers(model, random_texts([26] * 4), ScoreConfig(probe_tokens=100))
+
+
 def test_massive_activations_without_unit_rows_are_warned_of(tiny_llama: Path) -> None:
     loud = hf.load_hf_model(tiny_llama)
     loud.model.embed_tokens.weight[7] *= 1e4

@@ -8,12 +8,13 @@ import torch
 
 from specdec.errors import SpecdecError
 from specdec.layer_select.choose import choose_layers
-from specdec.layer_select.config import ChooseConfig
+from specdec.layer_select.config import MAX_DPP_WEIGHT, ChooseConfig
 from specdec.layer_select.constraints import Feasible, feasible_sets
 from specdec.layer_select.dpp import dpp_kernel, greedy_map, log_dets, project_psd
 from specdec.layer_select.facility import GREEDY_GUARANTEE, greedy_coverage, similarity
 from specdec.layer_select.layer_scores import LayerScores
 from specdec.layer_select.mmr import climb, greedy_mmr
+from specdec.layer_select.objective import z_scores
 from specdec.layer_select.search import Chooser, SearchOutcome
 
 MakeScores = Callable[..., LayerScores]
@@ -124,6 +125,16 @@ def test_a_kernel_that_is_not_psd_is_projected_and_dependent_sets_stay_finite() 
     assert torch.isfinite(values).all()
     sets = Feasible(num_layers=3, count=3, allowed=(0, 1, 2, 3))
     assert len(set(greedy_map(dpp_kernel(torch.zeros(4, dtype=torch.float64), same, 1.0), sets))) == 3
+
+
+def test_the_largest_theta_takes_the_richest_and_stays_finite(made_up_scores: MakeScores) -> None:
+    scores = made_up_scores(12)
+    richness = z_scores(scores.informativeness("matrix_entropy"))
+    kernel = dpp_kernel(richness, scores.cka(), MAX_DPP_WEIGHT)
+    sets = Feasible(num_layers=12, count=4, allowed=tuple(range(1, 13)))
+    chosen = greedy_map(kernel, sets)
+    assert chosen == sorted(sorted(sets.allowed, key=lambda b: -float(richness[b]))[:4])
+    assert torch.isfinite(log_dets(kernel, sets.candidates())).all()
 
 
 def test_theta_zero_ignores_informativeness(made_up_scores: MakeScores) -> None:

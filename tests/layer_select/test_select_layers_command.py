@@ -201,6 +201,11 @@ def test_an_interrupted_pass_is_continued(
         (["--picture", "/proc/nowhere/selection.png"], UsageError, "--picture"),
         (["--resume", "/proc/nowhere/pass.pt"], UsageError, "--resume"),
         (["--print-pictures"], UsageError, "needs --picture"),
+        (["--picture", "evidence.jpg"], UsageError, r"--picture \(evidence\.jpg\) must end in \.png"),
+        (["--allowed", "1-99999999999"], UsageError, r"--allowed .* names boundary 99999999999"),
+        (["--lambda", "1e300"], UsageError, r"--lambda \(1e\+300\)"),
+        (["--seed", 2**70], UsageError, "--seed"),
+        (["--data", "calibration", "--tokens", 10], SpecdecError, r"--tokens \(10\) must be at least 16"),
     ],
 )
 def test_wrong_input_is_one_clear_error_and_leaves_earlier_output_alone(
@@ -221,8 +226,23 @@ def test_wrong_input_is_one_clear_error_and_leaves_earlier_output_alone(
     assert out.read_text() == "earlier"
 
 
+def test_texts_too_few_for_the_probe_are_refused_before_the_target_is_loaded(
+    tiny_llama: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec import hf
+
+    def loaded(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(hf, "load_hf_model", loaded)
+    result = run(tiny_llama, "--data", prompts, "--tokens", 10, "--out", tmp_path / "s.json")
+    assert isinstance(result.exception, SpecdecError)
+    assert "--no-probe" in str(result.exception)
+    assert "reading calibration texts" in result.stderr
+
+
 def test_one_file_for_two_outputs_is_refused(tiny_llama: Path, prompts: Path, tmp_path: Path) -> None:
-    same = tmp_path / "same.json"
+    same = tmp_path / "same.png"
     result = run(tiny_llama, "--data", prompts, "--out", same, "--picture", same)
     assert type(result.exception) is UsageError
     assert "written by --out as well" in str(result.exception)

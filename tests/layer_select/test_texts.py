@@ -151,6 +151,16 @@ def test_every_domain_gets_an_equal_part_of_the_budget(tmp_path: Path, tiny_toke
         ('{"messages": []}\n', "line 1: needs"),
         ('{"messages": [{"role": "user", "content": null}]}\n', "line 1.*string role and content"),
         ('{"text": ""}\n', "no text with 4 measured positions"),
+        ('{"text": null}\n', "line 1.*null is not text"),
+        ('{"prompt": ["a", "b"]}\n', "line 1.*is not text"),
+        ('{"messages": "hello"}\n', "line 1.*list of turns"),
+        ('{"messages": ["hello"]}\n', "line 1.*list of turns"),
+        ('{"prompt_token_ids": [1], "response_token_ids": "234567"}\n', "line 1.*list of whole numbers"),
+        (
+            '{"prompt_token_ids": [1.5], "response_token_ids": [2, 3, 4, 5]}\n',
+            "line 1.*list of whole numbers",
+        ),
+        ('{"prompt_token_ids": [1], "response_token_ids": [-2, 3, 4, 5]}\n', "line 1.*list of whole numbers"),
     ],
 )
 def test_files_without_usable_texts_are_errors_that_say_where(
@@ -160,6 +170,29 @@ def test_files_without_usable_texts_are_errors_that_say_where(
     path.write_text(content)
     with pytest.raises(SpecdecError, match=message):
         read_texts(path, tiny_tokenizer, CONFIG)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    path = tmp_path / "marked.jsonl"
+    path.write_text('{"text": "some words"}\n', encoding="utf-8-sig")
+    (text,) = read_texts(path, tiny_tokenizer, CONFIG)
+    assert list(text.token_ids) == encode_text(tiny_tokenizer, "some words")
+
+
+@pytest.mark.parametrize("separator", ["\n", " "])
+def test_a_file_without_blank_lines_is_measured_beyond_its_first_piece(
+    tmp_path: Path, tiny_tokenizer: Any, separator: str
+) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(separator.join(f"line {i} says something" for i in range(200)))
+    config = ScoreConfig(tokens=1000, max_text_tokens=50)
+    assert sum(text.num_kept for text in read_texts(path, tiny_tokenizer, config)) == 1000
+
+
+def test_a_budget_below_four_positions_a_file_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "some.jsonl", [{"text": f"{i} words to measure"} for i in range(9)])
+    with pytest.raises(SpecdecError, match=r"tokens \(7\) must be at least 8, 4 for each of the 2"):
+        read_domains({"prose": path, "code": path}, tiny_tokenizer, ScoreConfig(tokens=7))
 
 
 def test_a_binary_file_is_an_error_naming_it(tmp_path: Path, tiny_tokenizer: Any) -> None:
