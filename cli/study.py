@@ -6,15 +6,18 @@ trained or compared.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.errors import SpecdecError, UsageError
 from specdec.train.study_config import STUDY_TRAINING, StudyConfig
 
 DEFAULT = StudyConfig()
+FLAGS = flags_of({**vars(DEFAULT), **vars(STUDY_TRAINING)}, {"learning_rate": "--lr", "max_depth": "--chain"})
 
 
 def study(
@@ -62,16 +65,32 @@ def study(
     if not data.is_file():
         raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
 
-    from specdec.cli.outputs import require_writable
-
-    require_writable("--out", out / "study.json")
-    if picture is not None:
-        require_writable("--picture", picture)
+    if random_sets < 0 or probe_tokens < 0:
+        option, value = (
+            ("--random-sets", random_sets) if random_sets < 0 else ("--probe-tokens", probe_tokens)
+        )
+        raise UsageError(f"{option} ({value}) must be at least 0")
+    if max_hours is not None and not max_hours >= 0:
+        raise UsageError(f"--max-hours ({max_hours}) must be a number of at least 0")
+    with usage_errors(FLAGS):
+        config = StudyConfig(
+            train_tokens=train_tokens,
+            held_out=held_out,
+            served=served,
+            served_tokens=served_tokens,
+            chain=chain,
+            keep_heads=keep_heads,
+            training=replace(
+                STUDY_TRAINING, epochs=epochs, draft_vocab_size=draft_vocab_size, learning_rate=learning_rate
+            ),
+        )
+    _require_outputs(out, picture, {"--data": data, "--scores": scores})
 
     from specdec.cli.study_run import StudyOptions, run_study
 
     run_study(
         StudyOptions(
+            config=config,
             target=target,
             data=data,
             out=out,
@@ -82,20 +101,25 @@ def study(
             random_seed=random_seed,
             scores=scores,
             probe_tokens=probe_tokens,
-            train_tokens=train_tokens,
-            epochs=epochs,
-            draft_vocab_size=draft_vocab_size,
-            learning_rate=learning_rate,
-            held_out=held_out,
-            served=served,
-            served_tokens=served_tokens,
-            chain=chain,
             max_hours=max_hours,
             states_cache=states_cache,
-            keep_heads=keep_heads,
             picture=picture,
         )
     )
+
+
+def _require_outputs(out: Path, picture: Path | None, inputs: dict[str, Path | None]) -> None:
+    """Refuse places that cannot be written or that are read."""
+    from specdec.cli.outputs import require_not_input, require_writable
+
+    report = out / "study.json"
+    require_writable("--out", report)
+    require_not_input("--out", report, inputs)
+    if picture is not None:
+        if picture.suffix != ".png":
+            raise UsageError(f"--picture ({picture}) must end in .png; pictures are PNG files")
+        require_writable("--picture", picture)
+        require_not_input("--picture", picture, inputs)
 
 
 def _numbers(option: str, text: str) -> list[int]:

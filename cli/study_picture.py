@@ -18,6 +18,7 @@ from specdec.cli.study_report import Finding
 from specdec.layer_select.picture_theme import figure_with_canvas, png_bytes
 from specdec.layer_select.references import DEFAULT, LAST, LAST_THIRD, UNIFORM
 from specdec.provenance import write_bytes_atomic
+from specdec.train.study_arms import is_rule
 
 RULES = (UNIFORM, LAST_THIRD, LAST)
 # kind of set -> marker, colour
@@ -37,15 +38,11 @@ DIFFERENCES = (
 def kind_of(finding: Finding) -> str:
     """Which row of the legend a set belongs to."""
     names = finding.taps.names
-    if any(not _is_baseline(name) for name in names):
+    if any(not is_rule(name) for name in names):
         return "chosen by measurement"
     if DEFAULT in names:
         return "default triple"
     return "fixed rule" if any(name in RULES for name in names) else "random"
-
-
-def _is_baseline(name: str) -> bool:
-    return name in (DEFAULT, *RULES) or name.startswith("random")
 
 
 def study_figure(findings: Sequence[Finding], *, title: str) -> Figure:

@@ -11,8 +11,9 @@ from dataclasses import asdict
 
 from specdec.cli.console import progress
 from specdec.cli.study_scores import Score
+from specdec.errors import SpecdecError
 from specdec.layer_select.config import ScoreConfig
-from specdec.layer_select.score import score_layers
+from specdec.layer_select.score import require_measurable, score_layers
 from specdec.layer_select.texts import CalibrationText
 from specdec.provenance import read_json, write_json_atomic
 from specdec.train.study import Study
@@ -40,10 +41,7 @@ def probe_scores(work: Study, tap_sets: Sequence[TapSet], tokens: int) -> dict[s
     known = dict(kept["sets"]) if kept.get("contract") == contract else {}
     missing = [taps.boundaries for taps in tap_sets if _key(taps.boundaries) not in known]
     if missing:
-        texts = [CalibrationText(token_ids=s.token_ids, first_kept=1) for s in work.training]
-        config = ScoreConfig(
-            tokens=sum(text.num_kept for text in texts), probe_tokens=tokens, estimators=("renyi_2",)
-        )
+        texts, config = probe_texts(work, tokens)
         with progress("ridge probe", sum(text.num_kept for text in texts)) as bar:
             scores = score_layers(work.model, texts, config, progress=lambda now: bar.update(now.done))
         assert scores.probe is not None, "probe tokens were asked for"
@@ -51,6 +49,25 @@ def probe_scores(work: Study, tap_sets: Sequence[TapSet], tokens: int) -> dict[s
             known[_key(boundaries)] = asdict(found)
         write_json_atomic(path, {"contract": contract, "sets": known})
     return {title: _score(known, field) for field, title in NAMES.items()}
+
+
+def probe_texts(work: Study, tokens: int) -> tuple[list[CalibrationText], ScoreConfig]:
+    """What the probe reads and how: the training conversations, whole.
+
+    Raises:
+        SpecdecError: too few for a probe.
+    """
+    texts = [CalibrationText(token_ids=s.token_ids, first_kept=1) for s in work.training]
+    config = ScoreConfig(
+        tokens=sum(text.num_kept for text in texts), probe_tokens=tokens, estimators=("renyi_2",)
+    )
+    try:
+        require_measurable(texts, config)
+    except SpecdecError as error:
+        raise SpecdecError(
+            f"--probe-tokens ({tokens}) needs more training conversations, or 0: {error}"
+        ) from error
+    return texts, config
 
 
 def _score(known: dict[str, dict[str, float]], field: str) -> Score:

@@ -10,7 +10,7 @@ and seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,33 +76,41 @@ def _difference(found: Difference | None) -> dict[str, Any] | None:
 
 def compare(records: Sequence[Record], tap_sets: Sequence[TapSet]) -> list[Finding]:
     """Every tap set that has a record against the default triple, or the uniform set where K is not 3."""
-    arms: dict[tuple[int, ...], dict[str, ArmCounts]] = {}
-    for taps in tap_sets:
-        mine = sorted(
-            (r for r in records if tuple(r["boundaries"]) == taps.boundaries), key=lambda r: r["seed"]
-        )
-        if mine:
-            arms[taps.boundaries] = {name: _arm(mine, name) for name in FIGURES if mine[0][FIGURES[name][0]]}
+    arms: dict[tuple[int, ...], dict[int, Record]] = {}
+    for record in sorted(records, key=lambda r: r["seed"]):
+        arms.setdefault(tuple(record["boundaries"]), {})[record["seed"]] = record
     findings = []
     for taps in tap_sets:
         if taps.boundaries not in arms:
             continue
-        own = arms[taps.boundaries]
+        mine = arms[taps.boundaries]
+        own = _figures(mine, mine)
         reference = _reference(taps, tap_sets, arms)
         findings.append(
             Finding(
                 taps=taps,
-                seeds=len(next(iter(own.values())).numerators),
+                seeds=len(mine),
                 reference=reference,
                 values={name: arm.value for name, arm in own.items()},
                 intervals={name: arm_interval(arm) for name, arm in own.items()},
                 by_seed={name: arm.by_seed for name, arm in own.items()},
-                differences={}
-                if reference is None
-                else {name: arm_difference(arm, arms[reference][name]) for name, arm in own.items()},
+                differences={} if reference is None else _differences(mine, arms[reference]),
             )
         )
     return findings
+
+
+def _figures(seeds: Mapping[int, Record], among: Collection[int]) -> dict[str, ArmCounts]:
+    """The counts of every figure that was measured, over the seeds in `among`."""
+    kept = [record for seed, record in seeds.items() if seed in among]
+    return {name: _arm(kept, name) for name in FIGURES if kept and kept[0][FIGURES[name][0]]}
+
+
+def _differences(mine: Mapping[int, Record], theirs: Mapping[int, Record]) -> dict[str, Difference]:
+    """Differences over the seeds both have: a study that several processes share may finish any of them."""
+    shared = mine.keys() & theirs.keys()
+    reference = _figures(theirs, shared)
+    return {name: arm_difference(arm, reference[name]) for name, arm in _figures(mine, shared).items()}
 
 
 def _arm(records: Sequence[Record], figure: str) -> ArmCounts:
@@ -174,6 +182,7 @@ def print_findings(title: str, findings: Sequence[Finding], ranks: Sequence[Mapp
         "served length",
     ]
     print_table(title, columns, rows)
+    print(_sensitivity(findings))
     if ranks:
         print_table(
             f"Kendall's tau of scores with what was measured, over {ranks[0]['sets']} sets of equal size",
@@ -183,6 +192,18 @@ def print_findings(title: str, findings: Sequence[Finding], ranks: Sequence[Mapp
                 for r in ranks
             ],
         )
+
+
+def _sensitivity(findings: Sequence[Finding]) -> str:
+    """What the study could have seen, in words: the median and the largest over its comparisons."""
+    parts = []
+    for name, words in (("acceptance_length", "acceptance length"), ("overlap", "overlap")):
+        seen = sorted(f.differences[name].detectable for f in findings if name in f.differences)
+        if seen:
+            parts.append(f"{np.median(seen):.3f} (at most {seen[-1]:.3f}) in {words}")
+    if not parts:
+        return "no set was compared with a reference"
+    return f"differences this study could have seen (5 % two-sided, power 80 %): {', '.join(parts)}"
 
 
 def _number(finding: Finding, name: str) -> str | None:

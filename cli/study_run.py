@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from specdec.cli.console import emit_json, say
 from specdec.cli.layers import read_layers
 from specdec.cli.study_picture import draw_study
-from specdec.cli.study_probe import probe_scores
+from specdec.cli.study_probe import probe_scores, probe_texts
 from specdec.cli.study_report import compare, foresight, print_findings
 from specdec.cli.study_scores import subset_scores
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, folder_fingerprint, sha256_file, write_json_atomic
 from specdec.train.study import Study
 from specdec.train.study_arms import order_arms, plan_tap_sets
-from specdec.train.study_config import STUDY_TRAINING, StudyConfig
+from specdec.train.study_config import StudyConfig
 
 SCHEMA = "specdec.study/1"
 
@@ -38,42 +38,16 @@ class StudyOptions:
     random_seed: int
     scores: Path | None
     probe_tokens: int
-    train_tokens: int
-    epochs: float
-    draft_vocab_size: int
-    learning_rate: float
-    held_out: int
-    served: int
-    served_tokens: int
-    chain: int
+    config: StudyConfig
     max_hours: float | None
     states_cache: Path | None
-    keep_heads: bool
     picture: Path | None
-
-
-def study_config(options: StudyOptions) -> StudyConfig:
-    """The budget that the options ask for."""
-    return StudyConfig(
-        train_tokens=options.train_tokens,
-        held_out=options.held_out,
-        served=options.served,
-        served_tokens=options.served_tokens,
-        chain=options.chain,
-        keep_heads=options.keep_heads,
-        training=replace(
-            STUDY_TRAINING,
-            epochs=options.epochs,
-            draft_vocab_size=options.draft_vocab_size,
-            learning_rate=options.learning_rate,
-        ),
-    )
 
 
 def run_study(options: StudyOptions) -> None:
     """Train what is missing, compare what exists, write `study.json`."""
     begun = time.monotonic()
-    config = study_config(options)
+    config = options.config
     folder = resolve_target(options.target)
     fingerprint = folder_fingerprint(folder)
     named = [(name, read_layers(value, fingerprint)) for name, value in options.named]
@@ -91,6 +65,9 @@ def run_study(options: StudyOptions) -> None:
         seeds.setdefault(len(taps.boundaries), options.seeds[-1])
     arms = order_arms(tap_sets, seeds)
     limit = None if options.max_hours is None else begun + options.max_hours * 3600
+    if options.probe_tokens:
+        # hours of training come first, so what the probe needs is checked before them.
+        probe_texts(work, options.probe_tokens)
     records = work.run(arms, until=limit)
     findings = compare(records, tap_sets)
     if options.probe_tokens and findings:
@@ -99,7 +76,7 @@ def run_study(options: StudyOptions) -> None:
     ranks = foresight(findings, scores, options.counts[0])
     first = config.training
     title = (
-        f"{options.target}: {len(records)} of {len(arms)} heads, {options.train_tokens:,} answer tokens x "
+        f"{options.target}: {len(records)} of {len(arms)} heads, {config.train_tokens:,} answer tokens x "
         f"{first.epochs:g} epochs, draft vocabulary {first.draft_vocab_size:,}; greedy chain of "
         f"{config.chain}, n={config.held_out} held-out conversations, {config.served} served; reference: "
         "default triple, else uniform; 95 % intervals over conversations and seeds"

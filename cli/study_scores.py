@@ -30,6 +30,7 @@ def subset_scores(path: Path, fingerprint: str) -> dict[str, Score]:
     document = read_selection(path)
     if document["target"].get("fingerprint") != fingerprint:
         raise SpecdecError(f"--scores ({path}) was measured on another target; run specdec select-layers")
+    _require_numbers(path, document)
     cka = torch.tensor(document["cka"], dtype=torch.float64)
     scores: dict[str, Score] = {
         name: _mean(entry["sign"] * torch.tensor(entry["values"], dtype=torch.float64))
@@ -40,6 +41,26 @@ def subset_scores(path: Path, fingerprint: str) -> dict[str, Score]:
     scores["mean boundary"] = lambda taps: sum(taps) / len(taps)
     scores["deepest boundary"] = lambda taps: float(max(taps))
     return scores
+
+
+def _require_numbers(path: Path, document: dict[str, Any]) -> None:
+    """Refuse a file whose scores or CKA are not those of boundaries 0..N, as a hand-edited one's are."""
+    size = document["target"]["num_layers"] + 1
+    scores, cka = document["scores"], document["cka"]
+    whole = isinstance(scores, dict) and document["estimator"] in scores
+    whole = whole and all(
+        isinstance(entry, dict) and entry.get("sign") in (1, -1) and _is_row(entry.get("values"), size)
+        for entry in scores.values()
+    )
+    if not whole or not isinstance(cka, list) or len(cka) != size or not all(_is_row(r, size) for r in cka):
+        raise SpecdecError(
+            f"--scores ({path}) lacks a value of every estimator and of CKA for each of {size} boundaries; "
+            "it was edited, run specdec select-layers again"
+        )
+
+
+def _is_row(value: Any, size: int) -> bool:
+    return isinstance(value, list) and len(value) == size and all(type(v) in (int, float) for v in value)
 
 
 def _mean(values: torch.Tensor) -> Score:

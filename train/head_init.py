@@ -52,8 +52,17 @@ def head_config(
 
 
 def final_norm_weight(model: Any) -> Tensor:
-    """The final norm's weight [hidden] of a Hugging Face target."""
-    return _weight(final_norm(model)).float().cpu()
+    """What the final norm of a Hugging Face target multiplies a unit state by, [hidden].
+
+    For most that is its stored weight; Gemma stores the difference from 1.
+    """
+    norm = final_norm(model)
+    stored = _weight(norm)
+    # large, so that the norm's epsilon does not count; all equal, so that the unit state is all ones.
+    applied = norm(torch.full_like(stored, 1024.0).view(1, 1, -1)).flatten().float()
+    shifted = 1.0 + stored.float()
+    from_one = torch.allclose(applied, shifted, rtol=4 * torch.finfo(stored.dtype).eps, atol=0.0)
+    return (shifted if from_one else stored.float()).cpu()
 
 
 def head_weight(model: Any) -> Tensor:

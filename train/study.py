@@ -136,6 +136,9 @@ class Study:
                 continue
             try:
                 if self._record(folder) is None:
+                    if self.config.served:
+                        # a target or a prompt that cannot be served is refused before a head is trained.
+                        self._serving()
                     self.report(f"arm {number + 1} of {len(arms)}: {arm.key}")
                     self._run_arm(arm, folder)
             finally:
@@ -208,7 +211,10 @@ class Study:
         """The engine with plain texts of the served prompts, made on first use."""
         if self._served is None:
             self._served = ServedPrompts(
-                self.target, self.held_out[: self.config.served], self.config.served_tokens, self.config.chain
+                self.target,
+                self.held_out[: self.config.served],
+                self.config.served_tokens,
+                self.config.drafting(),
             )
         return self._served
 

@@ -7,11 +7,12 @@ seed; a tap set that several rules arrive at is trained once and carries all the
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.errors import SpecdecError
-from specdec.layer_select.references import reference_subsets
+from specdec.layer_select.references import DEFAULT, LAST, LAST_THIRD, UNIFORM, reference_subsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class Arm:
     def key(self) -> str:
         """Its folder's name."""
         return "-".join(str(boundary) for boundary in self.boundaries) + f".seed{self.seed}"
+
+
+def is_rule(name: str) -> bool:
+    """Whether the study itself gives sets that name."""
+    return name in (DEFAULT, UNIFORM, LAST_THIRD, LAST) or re.fullmatch(r"random\d+", name) is not None
 
 
 def random_taps(num_layers: int, count: int, draws: int, seed: int) -> list[tuple[int, ...]]:
@@ -73,8 +79,12 @@ def plan_tap_sets(
         if not 1 <= count <= num_layers:
             raise SpecdecError(f"--k ({count}) must be in 1..{num_layers}, the target's layers")
     wanted: list[tuple[str, tuple[int, ...]]] = []
+    if random_draws < 0:
+        raise SpecdecError(f"--random-sets ({random_draws}) must be at least 0")
     for name, boundaries in named:
         _check(name, boundaries, num_layers)
+        if is_rule(name) or [other for other, _ in named].count(name) > 1:
+            raise SpecdecError(f"--layers {name} ({list(boundaries)}) needs a name that no other set has")
         wanted.append((name, tuple(sorted(boundaries))))
     for position, count in enumerate(counts):
         wanted += reference_subsets(num_layers, count).items()

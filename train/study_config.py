@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.config import SpecConfig
 from specdec.errors import SpecdecError
 from specdec.train.config import TrainConfig
 
@@ -49,7 +50,13 @@ class StudyConfig:
             if getattr(self, name) < low:
                 flag = "--" + name.replace("_", "-")
                 raise SpecdecError(f"{flag} ({getattr(self, name)}) must be at least {low}")
+        # a chain the engine does not draft is refused here, not after the first head has been trained.
+        self.drafting()
         if self.served > self.held_out:
             raise SpecdecError(f"--served ({self.served}) must be at most --held-out ({self.held_out})")
         if not self.training.fc_norm:
             raise SpecdecError("fc_norm must be on: without it a study compares norms, not layers")
+
+    def drafting(self) -> SpecConfig:
+        """How the engine drafts for a served prompt: a greedy chain, never switched off."""
+        return SpecConfig(max_depth=self.chain, max_nodes=self.chain, top_k=1, adaptive=False)

@@ -55,17 +55,19 @@ class ServedPrompts:
         target: Hugging Face folder.
         sequences: conversations whose prompts are answered.
         max_tokens: tokens of an answer.
-        chain: drafted tokens of a verify step.
+        drafting: how the engine drafts.
     """
 
-    def __init__(self, target: Path, sequences: Sequence[TrainSequence], max_tokens: int, chain: int) -> None:
+    def __init__(
+        self, target: Path, sequences: Sequence[TrainSequence], max_tokens: int, drafting: SpecConfig
+    ) -> None:
         self.sequences = sequences
         self.prompts = [prompt_of(sequence) for sequence in sequences]
         longest = max(len(prompt) for prompt in self.prompts) + max_tokens
         self.config = EngineConfig(
             max_num_seqs=BATCH,
             kv_tokens=BATCH * (longest + 64),
-            spec=SpecConfig(max_depth=chain, max_nodes=chain, top_k=1, adaptive=False),
+            spec=drafting,
             prefix_cache=False,
         )
         self.params = SamplingParams(max_tokens=max_tokens)

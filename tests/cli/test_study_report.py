@@ -13,7 +13,10 @@ import pytest
 from specdec.cli.bootstrap import ArmCounts, arm_difference, arm_interval
 from specdec.cli.main import main
 from specdec.cli.study_picture import study_figure
-from specdec.cli.study_report import compare, foresight
+from specdec.cli.study_report import compare, foresight, print_findings
+from specdec.cli.study_scores import subset_scores
+from specdec.errors import SpecdecError
+from specdec.layer_select.artifact import FIELDS, SCHEMA
 from specdec.train.study_arms import TapSet
 
 CONVERSATIONS = 40
@@ -77,6 +80,29 @@ def test_the_interval_of_an_arm_covers_the_truth_about_as_often_as_it_says() -> 
     assert hits >= 50
 
 
+def test_differences_pair_the_seeds_that_both_sets_have(noise: Callable[[int], np.ndarray]) -> None:
+    """Several processes at one study finish seeds out of order: seed 2 must not be paired with seed 1."""
+    sets = _sets(("default", (2, 15, 27)), ("mine", (11, 18, 27)))
+    records = [_record((2, 15, 27), s, 0.0, noise(s)) for s in (0, 1, 2)]
+    records += [_record((11, 18, 27), s, 0.1, noise(s)) for s in (2,)]
+    found = compare(records, sets)[1].differences["acceptance_length"]
+    assert found.interval == pytest.approx((0.01, 0.01))
+    apart = compare([r for r in records if r["boundaries"][0] == 11 or r["seed"] < 2], sets)[1]
+    assert apart.differences == {}
+
+
+def test_the_table_says_what_difference_could_have_been_seen(
+    noise: Callable[[int], np.ndarray], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = _sets(("default", (2, 15, 27)), ("mine", (11, 18, 27)))
+    records = [_record((2, 15, 27), 0, 0.0, noise(0)), _record((11, 18, 27), 0, 0.1, noise(1))]
+    findings = compare(records, sets)
+    print_findings("tiny", findings, [])
+    seen = findings[1].differences["acceptance_length"].detectable
+    assert seen > 0
+    assert f"could have seen (5 % two-sided, power 80 %): {seen:.3f}" in capsys.readouterr().out
+
+
 def test_sets_of_other_sizes_are_compared_with_the_uniform_rule(noise: Callable[[int], np.ndarray]) -> None:
     sets = _sets(("uniform", (2, 28)), ("mine", (11, 27)))
     records = [_record((2, 28), 0, 0.0, noise(0)), _record((11, 27), 0, 0.5, noise(0))]
@@ -136,6 +162,20 @@ def test_the_command_writes_table_picture_and_json(
         (["--seeds", "x"], "--seeds (x) must be"),
         (["--held-out", "16"], "lower one of them"),
         (["--scores", "none.json"], "none.json"),
+        (["--random-sets", "-1"], "--random-sets (-1) must be at least 0"),
+        (["--probe-tokens", "-1"], "--probe-tokens (-1) must be at least 0"),
+        (["--max-hours", "nan"], "--max-hours (nan) must be"),
+        (["--epochs", "0"], "--epochs (0.0) must be"),
+        (["--lr", "nan"], "--lr (nan) must be"),
+        (["--draft-vocab-size", "0"], "--draft-vocab-size (0) must be"),
+        (["--chain", "100"], "--chain (100) must be"),
+        (
+            ["--layers", "a=1,2", "--layers", "a=2,3"],
+            "--layers a ([1, 2]) needs a name that no other set has",
+        ),
+        (["--layers", "random1=1,2,3"], "--layers random1 ([1, 2, 3]) needs a name"),
+        (["--picture", "study.jpg"], "--picture (study.jpg) must end in .png"),
+        (["--train-tokens", "10", "--probe-tokens", "9"], "--probe-tokens (9) needs more training"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -152,6 +192,40 @@ def test_wrong_input_is_one_line(
     assert main(command) in (1, 2)
     printed = capsys.readouterr().err.splitlines()
     assert said in printed[-1]
+
+
+def test_a_picture_in_place_of_the_data_is_refused(
+    tiny_llama: Path, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = answers.rename(tmp_path / "answers.png")
+    before = data.read_bytes()
+    command = ["study", str(tiny_llama), "--data", str(data), "--out", str(tmp_path / "s")]
+    assert main([*command, "--picture", str(data)]) == 2
+    assert "is the file that --data is read from" in capsys.readouterr().err
+    assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"cka": "x"},
+        {"scores": {}},
+        {"scores": {"matrix_entropy": {"sign": 1, "values": [0.1]}}},
+        {"cka": [[1.0, None], [None, 1.0]]},
+    ],
+)
+def test_scores_that_were_edited_are_one_error(tmp_path: Path, damage: dict[str, Any]) -> None:
+    row = [0.5] * 5
+    document: dict[str, Any] = dict.fromkeys(FIELDS)
+    document |= {"schema": SCHEMA, "target": {"fingerprint": "f", "num_layers": 4}, "boundaries": [1, 2]}
+    document |= {"estimator": "matrix_entropy", "lambda": 2.0, "constraints": {"allowed": [1, 2, 3, 4]}}
+    document |= {"cka": [row] * 5, "scores": {"matrix_entropy": {"sign": 1, "values": row}}}
+    path = tmp_path / "selection.json"
+    path.write_text(json.dumps(document))
+    assert subset_scores(path, "f")["matrix_entropy"]((1, 2)) == 0.5
+    path.write_text(json.dumps(document | damage))
+    with pytest.raises(SpecdecError, match=r"--scores .* was edited"):
+        subset_scores(path, "f")
 
 
 def test_the_picture_says_lengths_and_paired_differences_in_numbers(

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from specdec.errors import SpecdecError
-from specdec.hf import load_hf_model
+from specdec.hf import final_norm, load_hf_model
 from specdec.layer_select.references import reference_subsets
+from specdec.train import study
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import offline_acceptance, sequence_counts
+from specdec.train.head_init import final_norm_weight
 from specdec.train.head_start import choose_vocab, start_head
 from specdec.train.states import StoredStates, TapSubset, TargetStates
 from specdec.train.study import Study
@@ -83,6 +85,32 @@ def test_served_prompts_repeat_the_plain_text_and_the_offline_count(start: Calla
             served["verify_steps"],
             served["committed"],
         )
+
+
+def test_a_target_that_cannot_be_served_is_refused_before_a_head_is_trained(
+    start: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise SpecdecError("not served")
+
+    monkeypatch.setattr(study, "ServedPrompts", refuse)
+    monkeypatch.setattr(study, "Trainer", lambda *_, **__: pytest.fail("a head was trained"))
+    with pytest.raises(SpecdecError, match="not served"):
+        start().run([Arm(boundaries=(2,), seed=0)])
+
+
+def test_a_gemma_target_is_studied(
+    tiny_model_factory: Callable[..., Path], answers: Path, tmp_path: Path
+) -> None:
+    """Its norms store the difference from 1: taken as the weight itself, a head starts from NaN."""
+    target = tiny_model_factory("gemma3_text")
+    work = Study(target, answers, tmp_path / "gemma", replace(CONFIG, served=0))
+    (record,) = work.run([Arm(boundaries=(1, 3), seed=0)])
+    assert record["last_loss"] > 0
+    norm = final_norm(work.model)
+    state = torch.randn(1, 1, norm.weight.numel())
+    unit = state * state.square().mean().rsqrt()
+    torch.testing.assert_close(norm(state), unit * final_norm_weight(work.model))
 
 
 def test_records_of_another_budget_are_refused(start: Callable[..., Study]) -> None:
