@@ -244,7 +244,8 @@ def _print_baselines(plan: AuditPlan, record: AuditRecord) -> None:
 
 
 def _paper(options: AuditOptions, plan: AuditPlan, record: AuditRecord, summary: dict[str, Any]) -> Paper:
-    regime = f"{options.dtype}, weights {options.weights}, batch {options.batch_size}, {options.shape}"
+    held = "" if options.weights == "auto" else f", weights {options.weights}"
+    regime = f"{options.dtype}{held}, batch {options.batch_size}, {options.shape}"
     sections = []
     if record.baselines:
         columns, rows = _baseline_table(plan, record)

@@ -19,7 +19,7 @@ PROBE_EVERY = 24  # steps without speculation before one step tries again, at fi
 LONGEST_PROBE_WAIT = 8 * PROBE_EVERY  # a probe that did not pay doubles the wait, up to this
 WARM_UP_STEPS = 4  # steps before the acceptance seen counts more than what is expected of a draft
 WORTH_A_TRY = 3.0  # a tree of at most this cost is drafted in the first steps, whatever it may bring
-BEST_ACCEPTANCE = 0.8  # that a probe may hope for
+BEST_ACCEPTANCE = 0.65  # that a probe may hope for
 EXPECTED_ACCEPTANCE = 0.6  # of a drafted token, before anything was seen
 
 
@@ -62,6 +62,8 @@ class SpeculationController:
         costs: time of a target pass by rows.
         makes_chains: whether the drafter's trees are chains under the settings.
         alone: whether to decide as if no other sequence were in the pass.
+        lags: whether the last step recorded counts only once the next one is recorded or planned ahead: an
+            engine that plans a step while the one before it runs decides as one that does not.
     """
 
     adaptive: bool
@@ -69,6 +71,7 @@ class SpeculationController:
     costs: CostTable = FIXED_COSTS
     makes_chains: bool = False
     alone: bool = True
+    lags: bool = False
     first: float = EXPECTED_ACCEPTANCE
     later: float = EXPECTED_ACCEPTANCE
     committed: float = 2.0
@@ -76,6 +79,7 @@ class SpeculationController:
     steps: int = 0
     idle: int = 0
     wait: int = field(default=PROBE_EVERY)
+    _last: tuple[int, int] | None = None
 
     def max_nodes(self, spec: SpecConfig, batch: int = 1) -> int:
         """Nodes for the next step; asking changes nothing, since a step may be planned and not run.
@@ -95,6 +99,19 @@ class SpeculationController:
 
     def record(self, drafted: int, committed: int) -> None:
         """Record a step: `drafted` nodes verified, `committed` tokens gained. Plain ones make a probe due."""
+        if not self.lags:
+            self._learn(drafted, committed)
+            return
+        self.settle()
+        self._last = (drafted, committed)
+
+    def settle(self) -> None:
+        """Let the last step recorded count: another one has been launched since."""
+        if self._last is not None:
+            self._learn(*self._last)
+            self._last = None
+
+    def _learn(self, drafted: int, committed: int) -> None:
         if drafted == 0:
             self.idle += 1
             return

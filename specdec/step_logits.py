@@ -47,6 +47,9 @@ class StepLogits:
         made.compute(list(range(logits.shape[0])))
         return made
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def compute(self, rows: Sequence[int]) -> None:
         """Make those of the rows that do not exist yet, in one product."""
         missing = [row for row in dict.fromkeys(rows) if row not in self._rows]
