@@ -20,14 +20,15 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.server.metrics import ServerMetrics
+from specdec.server.page import PAGE_PATHS, PAGE_STATE
 from specdec.server.problems import Problem
 from specdec.server.service import RequestRecord
 
 logger = logging.getLogger("specdec.server")
 
 # a load balancer and Prometheus carry no key; none of these shows a text
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/ready", "/version"})
-_QUIET_PATHS = frozenset({"/health", "/metrics", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/ready", "/version"}) | PAGE_PATHS
+_QUIET_PATHS = frozenset({"/health", "/metrics", "/ready", PAGE_STATE})
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
