@@ -174,6 +174,7 @@ def select_layers(
         scores = score.score_layers(
             model, calibration, score_config, progress=_reporter(bar.update), resume=resume
         )
+    say("choosing boundaries" + (" and fitting the ridge probe to many sets" if probe else ""))
     started = time.perf_counter()
     selection = choose.choose_layers(scores, choose_config, model_type=model_type)
     choose_seconds = time.perf_counter() - started
