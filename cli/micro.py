@@ -24,7 +24,9 @@ from specdec.cli.micro_timing import Clock, Limits, Timing, measure_limits
 from specdec.cli.outputs import require_writable
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig
+from specdec.device.selection import device_operations
 from specdec.engine import DTYPES, Engine
+from specdec.errors import UsageError
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, write_json_atomic
 from specdec.random_target import is_random
@@ -88,10 +90,14 @@ def run_micro(plan: MicroPlan) -> dict[str, Any]:
     for option, path in (("--out", plan.out), ("--trace", plan.trace)):
         if path is not None:
             require_writable(option, path)
+    if plan.out is not None and plan.trace is not None and plan.out.resolve() == plan.trace.resolve():
+        raise UsageError(f"--trace ({plan.trace}) is the file that --out writes; name another file")
     with usage_errors(flags_of({"device": 0, "dtype": 0}, {})):
         config = EngineConfig(
             device=plan.device, dtype=plan.dtype, deterministic=plan.deterministic, kv_tokens=1024
         )
+    # a card or kernels that are not there, before anything is made on them
+    device_operations(config, DTYPES[plan.dtype])
     folder = resolve_target(plan.target)
     model = ModelConfig.from_folder(folder)
     clock = Clock(plan.device, rounds=plan.rounds)

@@ -233,3 +233,20 @@ def test_on_a_card_every_kernel_has_a_case_that_runs() -> None:
     for case in kernel_cases(on_card):
         assert set(case.runs) >= {OURS, "reference in torch"}
         assert all(timing.median > 0 for timing in timings.compare(case.runs).values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
+def test_a_card_that_is_not_there_is_named(specdec_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "random:tiny", "--micro", "--device", "cuda"]) == 1
+    assert "device (cuda) needs a CUDA card" in capsys.readouterr().err
+
+
+def test_the_trace_and_the_record_are_two_files(
+    specdec_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, same = tmp_path / "one.json", tmp_path / "." / "one.json"
+    assert main(["bench", "random:tiny", "--micro", "--out", str(out), "--trace", str(same)]) == 2
+    error = capsys.readouterr().err
+    assert "--trace" in error
+    assert "--out" in error
+    assert not out.exists()
