@@ -92,7 +92,8 @@ def test_no_command_writes_over_its_input(
     link: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = prompts if link == "same" else tmp_path / "out.jsonl"
+    # a picture's name ends in .png, which no input's does: only a link can lead to one
+    out = prompts if link == "same" else tmp_path / ("out.png" if command == "picture" else "out.jsonl")
     if link == "symbolic":
         out.symlink_to(prompts)
     elif link == "hard":
@@ -109,7 +110,8 @@ def test_no_command_writes_over_its_input(
     if command == "picture":
         words += ["--out", str(tmp_path / "selection.json")]
     assert main([*words, option, str(out)]) == 2
-    assert f"{option} ({out}) is the file that" in one_error(capsys)
+    why = "must end in .png" if (command, link) == ("picture", "same") else "is the file that"
+    assert f"{option} ({out}) {why}" in one_error(capsys)
     assert prompts.read_bytes() == before
 
 
