@@ -78,6 +78,7 @@ def generate(
         float, typer.Option(help="Share of a card's memory to use, KV pool included.")
     ] = 0.9,
     cuda_graphs: Annotated[bool, typer.Option(help="Capture a card's decoding steps as graphs.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Launch a card's step before the last one is read.")] = True,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 8,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of --prompts.")] = None,
 ) -> None:
@@ -157,6 +158,7 @@ def generate(
         deterministic=deterministic,
         gpu_memory_utilization=gpu_memory_utilization,
         cuda_graphs=cuda_graphs,
+        overlap=overlap,
         prefix_cache=prefix_cache,
         batch_size=batch_size,
     )

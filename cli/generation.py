@@ -40,6 +40,7 @@ class GenerationPlan:
     deterministic: bool = False
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True
+    overlap: bool = True
     prefix_cache: bool = True
     simulate_acceptance: float | None = None
 
@@ -58,6 +59,7 @@ class GenerationPlan:
                 prefix_cache=self.prefix_cache,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 cuda_graphs=self.cuda_graphs,
+                overlap=self.overlap,
             )
         if self.simulate_acceptance is not None:
             say(simulation_notice(self.simulate_acceptance)["simulation"])

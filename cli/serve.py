@@ -61,6 +61,7 @@ def serve(
         float, typer.Option(help="Share of a card's memory to use, KV pool included.")
     ] = 0.9,
     cuda_graphs: Annotated[bool, typer.Option(help="Capture a card's decoding steps as graphs.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Launch a card's step before the last one is read.")] = True,
     timeout: Annotated[
         float | None, typer.Option(help="Longest time of a request in seconds, queueing included.")
     ] = None,
@@ -153,6 +154,7 @@ def serve(
             deterministic=deterministic,
             gpu_memory_utilization=gpu_memory_utilization,
             cuda_graphs=cuda_graphs,
+            overlap=overlap,
             allow_lossy=lossy,
             spec=spec,
         )

@@ -47,6 +47,7 @@ class Admission:
     rules: Mapping[str, Rule]
     grammars: GrammarCompiler
     costs: CostTable = FIXED_COSTS
+    plans_ahead: bool = False
 
     def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Decoding state of a new request.
@@ -86,6 +87,7 @@ class Admission:
                 costs=FIXED_COSTS if needs_whole_trees else self.costs,
                 makes_chains=bool(self.drafter and spec and self.drafter.makes_chains(spec)),
                 alone=needs_whole_trees,
+                lags=self.plans_ahead,
             ),
             simulated=self._simulated(params, spec),
             processor=self._processor(params, len(token_ids), frozenset(stop_ids)),

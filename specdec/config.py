@@ -245,8 +245,9 @@ class EngineConfig:
     Triton ("auto" on a card; on the cpu only interpreted, for tests), its references in plain torch, or
     ("auto" on the cpu) the processor's own path. On a card the KV pool takes what is free of
     `gpu_memory_utilization` of its memory, unless `kv_tokens` is given, and decoding steps are captured as
-    CUDA graphs if `cuda_graphs` says so. `weights` says how matrices are held on the cpu:
-    as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype
+    CUDA graphs if `cuda_graphs` says so. `overlap` launches a decoding step through kernels before the host
+    has read the one before it (see `specdec.device.pipeline`). `weights` says how matrices are held on the
+    cpu: as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype
     elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that was
     named. `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness,
     unless `weights` are "plain". `pass_costs` says by which costs of a pass the adaptive policy decides:
@@ -275,6 +276,7 @@ class EngineConfig:
     kernels: str = "auto"
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True
+    overlap: bool = True
     simulate_acceptance: float | None = None
     spec: SpecConfig = field(default_factory=SpecConfig)
 

@@ -108,6 +108,10 @@ class GrowingDrafter(Protocol):
         """Whether a sequence's next tree can be made so in a class of that depth."""
         ...
 
+    def can_grow_to(self, length: int) -> bool:
+        """Whether a tree can grow so that text and path have that length."""
+        ...
+
     def grow(self, size: StepClass, inputs: StepInputs) -> GrownTrees:
         """Trees of every sequence of the class; reads no value on the host."""
         ...

@@ -21,11 +21,13 @@ from specdec.admission import Admission, grammars_of
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig, check_shared
 from specdec.cost_model import engine_costs
+from specdec.device.flight import Flight
+from specdec.device.pipeline import Pipeline
 from specdec.device.pool_size import first_blocks, fit_pool
 from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
 from specdec.device.step import device_step
-from specdec.drafter import Drafter, DraftRequest, TapDrafter, TargetView
+from specdec.drafter import Drafter, TapDrafter, TargetView
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
 from specdec.memory import MemoryReport, memory_report
@@ -33,17 +35,17 @@ from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
 from specdec.pieces import PieceReader
 from specdec.prefix_setup import build_prefix_cache, finish_rows, prefix_use
+from specdec.proposals import propose_trees
 from specdec.provenance import folder_fingerprint
 from specdec.request_options import RequestOptions
 from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
-from specdec.rule_choice import draft_mode
 from specdec.runner import ModelRunner, StepOutput
 from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.step_logits import StepLogits, TreeLogits
 from specdec.step_times import StartTimes, StepTimes
-from specdec.tree import DraftTree, chain_tree
+from specdec.tree import DraftTree
 from specdec.verification.registry import RULES
 from specdec.verification.result import VerifyResult
 from specdec.verification.rules import Rule
@@ -126,6 +128,7 @@ class Engine:
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
         self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes)
+        self.pipeline = Pipeline(self.scheduler, overlap=self.config.overlap)
         self.admission: Admission = Admission(
             config=self.config,
             model_config=self.model_config,
@@ -136,6 +139,7 @@ class Engine:
             costs=engine_costs(self.config, self.decoder, folder, drafts=self.drafter is not None),
             rules={**RULES, **{rule.name: rule for rule in rules}},
             grammars=share.admission.grammars if share else grammars_of(self.encoder, self.model_config),
+            plans_ahead=self.device_step is not None,
         )
         self.startup.end("pool and costs")
         self.times = StepTimes()
@@ -192,19 +196,19 @@ class Engine:
             seq.finish("timeout")
             seq.detokenizer.flush()
         self._leave(expired)
-        plan = self.scheduler.schedule()
-        for seq in self.scheduler.preempted:
-            self._release_draft(seq)
+        flight = self.pipeline.take()
+        plan = flight.live if flight is not None else self._schedule()
         if not plan:
             assert expired, "a step was asked for, but no sequence has work that fits the pool"
             return expired
         try:
-            self._run(plan)
+            self._run(plan, flight)
             finished = [share.seq for share in plan if share.seq.is_finished]
             self._leave(finished)
         except BaseException:
             # what the step had begun is unknown: finished sequences leave, the others start over
             self.failed = [share.seq for share in plan]
+            self.pipeline.drop()
             for share in plan:
                 self._release_draft(share.seq)
                 if share.seq.is_finished:
@@ -218,21 +222,36 @@ class Engine:
         """Take finished sequences out; what they computed stays cached."""
         if self.prefixes is not None and finished:
             finish_rows(finished, self.prefixes, self.drafter, self.config.max_kv_ttl_s, self.clock())
-        for seq in finished:
+        self._remove(finished)
+
+    def _remove(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            self.pipeline.hold(seq)
             self.scheduler.remove(seq)
             self._release_draft(seq)
+        self.pipeline.settle()
 
-    def _run(self, plan: list[ScheduledSequence]) -> None:
-        """Propose, run, verify and commit for the scheduled sequences."""
+    def _schedule(self) -> list[ScheduledSequence]:
+        plan = self.scheduler.schedule()
+        for seq in self.scheduler.preempted:
+            self._release_draft(seq)
+        return plan
+
+    def _run(self, plan: list[ScheduledSequence], flight: Flight | None) -> None:
+        """Propose, run, verify and commit for the scheduled sequences; `flight` if they run already."""
         started = time.perf_counter()
         step = self.device_step
-        if step is not None and step.runner is self.runner and step.takes(plan):
-            drafts = None if step.grows(plan) else self._propose(plan)
+        if flight is None and step is not None and step.runner is self.runner and step.takes(plan):
+            drafts = None if step.grows(plan) else propose_trees(self.drafter, plan)
+            flight = self.pipeline.launched(step.launch(plan, drafts))
+        if flight is not None and step is not None:
             proposed = time.perf_counter()
-            trees, output, results = step.run(plan, drafts)
+            self.pipeline.follow(step)
+            trees, output, results = flight.read(plan)
+            self.pipeline.landed()
             ran = verified = time.perf_counter()
         else:
-            trees = self._propose(plan)
+            trees = propose_trees(self.drafter, plan)
             proposed = time.perf_counter()
             output = self.runner.run(plan, trees)
             ran = time.perf_counter()
@@ -243,6 +262,7 @@ class Engine:
             self._commit(share, trees[index], results[index], output, index)
             if self.prefixes is not None and not share.seq.is_finished:
                 self.prefixes.index(share.seq)
+        self.pipeline.committed()
         if isinstance(self.drafter, TapDrafter):
             # a long prompt's states would pile up until its first draft
             reading = (share.seq for share in plan if share.seq.is_prefilling and not share.seq.is_finished)
@@ -257,7 +277,7 @@ class Engine:
     def audit(self) -> None:
         """Check the KV bookkeeping: every block is free, cached, or held by as many texts as it says."""
         sequences = [*self.scheduler.running, *self.scheduler.waiting]
-        self.blocks.audit([seq.block_table for seq in sequences])
+        self.blocks.audit([*(seq.block_table for seq in sequences), *self.pipeline.held_tables])
         if self.prefixes is not None:
             self.prefixes.audit(self.blocks, sequences)
 
@@ -306,32 +326,6 @@ class Engine:
             self.abort(added)
             raise
         return added
-
-    def _propose(self, plan: list[ScheduledSequence]) -> list[DraftTree]:
-        trees = [chain_tree(share.seq.token_ids[-1], []) for share in plan]
-        if self.drafter is None:
-            return trees
-        requests: list[DraftRequest] = []
-        where: list[int] = []
-        for index, share in enumerate(plan):
-            spec = share.seq.spec
-            if spec is None or share.max_nodes == 0 or share.is_prefill:
-                continue
-            depth = min(spec.max_depth, share.seq.remaining_tokens() - 1)
-            requests.append(
-                DraftRequest(
-                    seq=share.seq,
-                    max_nodes=share.max_nodes,
-                    max_depth=depth,
-                    top_k=spec.top_k,
-                    mode=draft_mode(share.seq.rule),
-                )
-            )
-            where.append(index)
-        if requests:
-            for index, tree in zip(where, self.drafter.propose(requests), strict=True):
-                trees[index] = tree
-        return trees
 
     def _verify(
         self, plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
@@ -392,8 +386,8 @@ class Engine:
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """End requests wherever they are, between two steps; finished ones stay as they are."""
-        for seq in sequences:
+        ended = list(sequences)
+        for seq in ended:
             if not seq.is_finished:
                 seq.finish("abort")
-            self.scheduler.remove(seq)
-            self._release_draft(seq)
+        self._remove(ended)

@@ -137,9 +137,12 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _prompts_wait(self) -> bool:
-        if self.waiting and len(self.running) < self.config.max_num_seqs:
-            return True
-        return any(seq.is_prefilling for seq in self.running)
+        return self.has_room_for_waiting or any(seq.is_prefilling for seq in self.running)
+
+    @property
+    def has_room_for_waiting(self) -> bool:
+        """Whether a request waits though there is a slot for it."""
+        return bool(self.waiting) and len(self.running) < self.config.max_num_seqs
 
     def _plan_decoding(self, plan: list[ScheduledSequence], budget: int) -> int:
         """Give the decoding sequences their shares; returns what is left of the budget."""
@@ -156,7 +159,7 @@ class Scheduler:
     def _plan_one_decoding(
         self, plan: list[ScheduledSequence], seq: Sequence, budget: int, room: int, batch: int
     ) -> int:
-        nodes = self._wanted_nodes(seq, room, batch)
+        nodes = self.wanted_nodes(seq, room, batch)
         if budget <= 0 or (plan and seq.needs_whole_trees and 1 + nodes > budget):
             self._left_out.add(seq.seq_id)
         elif share := self._decode_share(seq, nodes):
@@ -172,7 +175,7 @@ class Scheduler:
         seq = min(self.waiting, key=lambda each: each.seq_id) if fair else self.waiting[0]
         # the whole text and what is next must fit now, so that an admitted prompt can finish
         tree = seq.spec.max_nodes if seq.spec is not None and seq.needs_whole_trees else 0
-        rows = max(len(seq.token_ids) + 1, self._rows(seq, tree))
+        rows = max(len(seq.token_ids) + 1, self.rows(seq, tree))
         if self.prefixes is not None:
             if not self.prefixes.restore(seq, self.blocks, rows):
                 return None
@@ -186,20 +189,21 @@ class Scheduler:
         self._num_admissions += 1
         return seq
 
-    def _wanted_nodes(self, seq: Sequence, room: int, batch: int) -> int:
+    def wanted_nodes(self, seq: Sequence, room: int, batch: int) -> int:
+        """Nodes that a sequence drafts in a step of `batch` decoding ones, with room for so many."""
         # a draft deeper than the tokens still wanted, or past the context, is work thrown away
         if seq.spec is None or seq.remaining_tokens() <= 1:
             return 0
         wanted = seq.controller.max_nodes(seq.spec, batch)
         return wanted if seq.needs_whole_trees else min(wanted, max(0, room))
 
-    def _rows(self, seq: Sequence, nodes: int) -> int:
+    def rows(self, seq: Sequence, nodes: int) -> int:
         """Rows that a step with a tree of so many nodes uses, those of the text included."""
         behind = max(nodes, self.scratch_rows(seq.spec)) if nodes and seq.spec is not None else 0
         return len(seq.token_ids) + behind
 
     def _decode_share(self, seq: Sequence, wanted: int) -> ScheduledSequence | None:
-        rows = self._rows(seq, wanted)
+        rows = self.rows(seq, wanted)
         if wanted and not seq.needs_whole_trees and not self.blocks.can_extend(seq.block_table, rows):
             wanted, rows = 0, len(seq.token_ids)
         if not self._make_room(seq, rows):

@@ -31,14 +31,23 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
         {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
         | {"constraints", "convert", "detokenize", "grammar", "hf", "loading", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation", "step_logits"}
-        | {"divergence", "exact_law", "random_target", "simulated", "stats", "step_times", "tree", "verification"}
+        | {
+            "divergence",
+            "exact_law",
+            "random_target",
+            "simulated",
+            "stats",
+            "step_times",
+            "tree",
+            "verification",
+        }
     ),
     frozenset({"drafter", "fetch", "kernels", "pieces", "requests"}),
     frozenset({"admission", "hub", "models", "prefix_setup", "rule_choice"}),
     frozenset({"scheduler"}),
     frozenset({"cost_model", "runner"}),
     frozenset({"acceptance", "memory"}),
-    frozenset({"device"}),
+    frozenset({"device", "proposals"}),
     frozenset({"engine"}),
     frozenset({"audit", "server"}),
 )

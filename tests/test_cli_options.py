@@ -38,13 +38,13 @@ OPTIONS: dict[str, str] = {
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
         "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --rule --knob "
         "--lossy --exact --seed --stop --simulate-acceptance --device --dtype --kernels --deterministic "
-        "--prefix-cache --gpu-memory-utilization --cuda-graphs --batch-size --limit"
+        "--prefix-cache --gpu-memory-utilization --cuda-graphs --overlap --batch-size --limit"
     ),
     "serve": (
         "target --draft --shape --max-shape --speculative-config --rule --knob --lossy --exact --host --port "
         "--served-model-name --max-model-len --max-num-seqs --max-batch-tokens --max-waiting --kv-tokens "
         "--prefix-cache --max-kv-ttl --host-cache-gb --device --dtype --kernels --deterministic "
-        "--gpu-memory-utilization --cuda-graphs --timeout --drain-timeout --api-key --api-key-file "
+        "--gpu-memory-utilization --cuda-graphs --overlap --timeout --drain-timeout --api-key --api-key-file "
         "--allow-origins --max-body-mb --page --log-prompts --log-level --ssl-certfile --ssl-keyfile "
         "--ssl-keyfile-password"
     ),

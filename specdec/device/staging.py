@@ -65,6 +65,9 @@ class Staging:
 class FixedStaging:
     """The same arrays again and again, at the same places of the device.
 
+    Two halves on the host take turns, so that a step can be loaded while the copy of the one before it may
+    still run; there is one place on the device, where copies and steps follow each other in order.
+
     Args:
         arrays: an example of each, for names, shapes and dtypes.
         device: where they go.
@@ -75,7 +78,9 @@ class FixedStaging:
         for name, array in arrays.items():
             self._places[name] = used
             used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        self._host = torch.empty(used, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._turn = 0
+        self._host = [torch.empty(used, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._device = torch.empty(used, dtype=torch.uint8, device=device)
         self.views = {
             name: self._device[start : start + arrays[name].nbytes]
@@ -85,9 +90,11 @@ class FixedStaging:
         }
 
     def load(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Copy the arrays; the copy before it must have ended, as it has once a result was fetched."""
-        image = self._host.numpy()
+        """Copy the arrays; the last copy but one must have ended, as it has once its step was fetched."""
+        self._turn = 1 - self._turn
+        host = self._host[self._turn]
+        image = host.numpy()
         for name, start in self._places.items():
             array = arrays[name]
             image[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(host, non_blocking=True)

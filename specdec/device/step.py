@@ -16,23 +16,29 @@ import torch
 from torch import Tensor
 
 from specdec.config import EngineConfig
+from specdec.device.flight import Fetch, Flight
 from specdec.device.graphs import CapturedCall
 from specdec.device.packing import Arrays
 from specdec.device.runner import DeviceRunner
 from specdec.device.staging import FixedStaging
-from specdec.device.step_packing import pack_inputs, step_class, step_inputs, unpack_line, wanted_depth
+from specdec.device.step_packing import pack_inputs, step_class, step_inputs, wanted_depth
 from specdec.drafter import Drafter, GrowingDrafter
 from specdec.kernels import kernel
 from specdec.kernels.device_batch import DeviceBatch
-from specdec.kernels.step_records import StepClass, StepInputs, row_starts, slots_of
+from specdec.kernels.step_records import (
+    StepClass,
+    StepInputs,
+    after_carry,
+    carry_of,
+    row_starts,
+    slots_of,
+)
 from specdec.kernels.tree_records import GrownTrees, TreeRows
-from specdec.runner import ModelRunner, StepOutput
-from specdec.sampling import TARGET_FAULT
+from specdec.runner import ModelRunner
 from specdec.scheduler import ScheduledSequence
 from specdec.tree import DraftTree
 from specdec.verification.coupled import COUPLED
 from specdec.verification.greedy import GREEDY
-from specdec.verification.result import VerifyResult
 
 # each graph keeps its launches and its class's buffers; beyond so many the oldest class goes
 MAX_CLASSES = 48
@@ -44,7 +50,7 @@ class _ClassState:
 
     staging: FixedStaging
     inputs: StepInputs
-    call: Callable[[], tuple[Tensor, Tensor | None]]
+    call: Callable[[], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class DeviceStep:
@@ -60,8 +66,9 @@ class DeviceStep:
         self.runner = runner
         self.graphs = graphs
         self.steps = 0
+        self._block_size = runner.cache.block_size
         self.declined: Counter[str] = Counter()
-        self._grower = drafter if isinstance(drafter, GrowingDrafter) else None
+        self.grower = drafter if isinstance(drafter, GrowingDrafter) else None
         backend = runner.ops.backend
         self._ops = {
             name: kernel(name, backend)
@@ -85,36 +92,63 @@ class DeviceStep:
 
     def grows(self, plan: list[ScheduledSequence]) -> bool:
         """Whether the trees of a plan it takes can grow on the device."""
-        if self._grower is None:
+        if self.grower is None:
             return False
-        depth = step_class(plan, None).depth
-        return all(self._grower.can_grow(share.seq, depth) for share in plan if wanted_depth(share))
+        depth = step_class(plan, None, self._block_size).depth
+        return all(self.grower.can_grow(share.seq, depth) for share in plan if wanted_depth(share))
 
     @torch.inference_mode()
-    def run(
-        self, plan: list[ScheduledSequence], trees: list[DraftTree] | None
-    ) -> tuple[list[DraftTree], StepOutput, list[VerifyResult | None]]:
-        """One step; `trees` are the host's, or None to grow them. KV rows are committed when it returns."""
-        size = step_class(plan, trees)
+    def launch(self, plan: list[ScheduledSequence], trees: list[DraftTree] | None) -> Flight:
+        """Begin a step; `trees` are the host's, or None to grow them. It commits the KV rows of its paths."""
+        size = step_class(plan, trees, self._block_size)
         arrays = pack_inputs(plan, trees, size)
-        state = self._classes.get(size) or self._make_class(size, arrays)
-        state.staging.load(arrays)
+        state = self._load(size, arrays)
         if state.inputs.states is not None:
             self._load_states(plan, state.inputs.states)
-        lines, states = state.call()
-        grown, results = self._results(plan, lines.tolist(), size)
-        if states is not None:
-            # a captured call gives the same memory again
-            states = states.clone()
-            kept = [
-                states[i, : 1 + len(r.accepted_nodes)] if r else states[i, :0] for i, r in enumerate(results)
-            ]
+        return self._start(plan, size, state, is_ahead=False)
+
+    @torch.inference_mode()
+    def launch_after(
+        self, flight: Flight, plan: list[ScheduledSequence], source: list[int], gained: list[int]
+    ) -> Flight:
+        """Begin the step after one that was not read; nothing else may have been launched in between.
+
+        Args:
+            flight: the step before.
+            plan: shares of sequences of that step, their tables extended by what it may commit.
+            source: the places of these in `flight.plan`.
+            gained: tokens that each of these may get from that step.
+        """
+        size = step_class(plan, None, self._block_size, gained)
+        state = self._load(size, pack_inputs(plan, None, size, source))
+        rows, inputs = state.staging.views["source"], state.inputs
+        width = min(inputs.carry.shape[1], flight.carry.shape[1])
+        inputs.carry[:, :width] = flight.carry.index_select(0, rows)[:, :width]
+        if inputs.states is not None:
+            assert flight.states is not None, "who drafts from taps has those of the step before"
+            count = min(inputs.states.shape[1], flight.states.shape[1])
+            inputs.states[:, :count] = flight.states.index_select(0, rows)[:, :count]
+        return self._start(plan, size, state, is_ahead=True)
+
+    def _load(self, size: StepClass, arrays: Arrays) -> _ClassState:
+        state = self._classes.get(size) or self._make_class(size, arrays)
+        state.staging.load(arrays)
+        return state
+
+    def _start(
+        self, plan: list[ScheduledSequence], size: StepClass, state: _ClassState, *, is_ahead: bool
+    ) -> Flight:
+        lines, carry, states = state.call()
         self.steps += 1
-        empty = self.runner.target.cos.new_empty(0, self.runner.decoder.config.vocab_size)
-        output = StepOutput(
-            empty, [0] * len(plan), None, [0] * len(plan), kept if states is not None else None
+        return Flight(
+            plan=plan,
+            size=size,
+            fetch=Fetch(lines),
+            carry=carry,
+            # a captured call gives the same memory again
+            states=None if states is None else states.clone(),
+            is_ahead=is_ahead,
         )
-        return grown, output, results
 
     def _make_class(self, size: StepClass, arrays: Arrays) -> _ClassState:
         while len(self._classes) >= MAX_CLASSES:
@@ -126,9 +160,10 @@ class DeviceStep:
             hidden = self.runner.decoder.config.hidden_size
             shape = (size.sequences, size.depth + 1, len(self.runner.boundaries), hidden)
             states = torch.zeros(shape, dtype=self.runner.decoder.dtype, device=device)
-        inputs = step_inputs(staging.views, states)
+        carry = torch.zeros((size.sequences, size.depth + 3), dtype=torch.int64, device=device)
+        inputs = step_inputs(staging.views, states, carry)
 
-        def compute() -> tuple[Tensor, Tensor | None]:
+        def compute() -> tuple[Tensor, Tensor, Tensor | None]:
             return self.compute(size, inputs)
 
         self._classes[size] = _ClassState(staging, inputs, CapturedCall(compute) if self.graphs else compute)
@@ -146,25 +181,13 @@ class DeviceStep:
                 seq.pending_states = []
                 seq.draft_computed = seq.num_computed
 
-    def _results(
-        self, plan: list[ScheduledSequence], lines: list[list[int]], size: StepClass
-    ) -> tuple[list[DraftTree], list[VerifyResult | None]]:
-        trees: list[DraftTree] = []
-        results: list[VerifyResult | None] = []
-        for share, line in zip(plan, lines, strict=False):
-            tree, result = unpack_line(line, size)
-            if result is None:
-                share.seq.finish("error", TARGET_FAULT)
-            trees.append(tree)
-            results.append(result)
-        return trees, results
-
-    def compute(self, size: StepClass, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """The step itself: lines of results int64 [B, ...], and taps of committed rows [B, D + 1, ...]."""
+    def compute(self, size: StepClass, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The step itself: lines of results [B, ...], the carry, taps of committed rows [B, D + 1, ...]."""
+        inputs = after_carry(inputs)
         trees = inputs.given
         if trees is None:
-            assert self._grower is not None, "trees grow on the device where a drafter can do that"
-            trees = self._grower.grow(size, inputs)
+            assert self.grower is not None, "trees grow on the device where a drafter can do that"
+            trees = self.grower.grow(size, inputs)
         normed, taps, positions = self._target_rows(size, inputs, trees)
         logits = self.runner.target.logits(normed)
         flat = TreeRows(
@@ -188,7 +211,7 @@ class DeviceStep:
             walk.accepted_nodes,
             inputs.context_len,
             inputs.block_tables,
-            block_size=self.runner.cache.block_size,
+            block_size=self._block_size,
         )
         numbers = (walk.num_accepted, walk.next_token_ids, walk.is_bonus, walk.failed, trees.num_nodes)
         lines = torch.cat(
@@ -200,11 +223,12 @@ class DeviceStep:
             ),
             dim=1,
         )
+        carry = carry_of(trees, walk)
         if taps is None:
-            return lines, None
+            return lines, carry, None
         nodes = torch.nn.functional.pad(walk.accepted_nodes.long().clamp(min=0), (1, 0))
         rows = flat.node_start[:-1].long().unsqueeze(1) + nodes
-        return lines, taps[rows]
+        return lines, carry, taps[rows]
 
     def _target_rows(
         self, size: StepClass, inputs: StepInputs, trees: GrownTrees
@@ -221,8 +245,8 @@ class DeviceStep:
             block_tables=inputs.block_tables,
             mask_words=seen.flatten(0, 1),
             positions=positions,
-            slots=slots_of(inputs.block_tables, rows, is_node, self.runner.cache.block_size).flatten(),
-            block_size=self.runner.cache.block_size,
+            slots=slots_of(inputs.block_tables, rows, is_node, self._block_size).flatten(),
+            block_size=self._block_size,
             max_queries=size.nodes,
         )
         normed, taps = self.runner.target(trees.token_ids.flatten(), batch)

@@ -32,11 +32,27 @@ def wanted_depth(share: ScheduledSequence) -> int:
     return max(0, min(seq.spec.max_depth, seq.remaining_tokens() - 1))
 
 
-def step_class(plan: list[ScheduledSequence], trees: list[DraftTree] | None) -> StepClass:
-    """The smallest class that holds a plan; `trees` are the host's, None if the device grows them."""
+def most_accepted(share: ScheduledSequence) -> int:
+    """Drafted tokens that a share's step can accept."""
+    return min(wanted_depth(share), share.max_nodes)
+
+
+def step_class(
+    plan: list[ScheduledSequence],
+    trees: list[DraftTree] | None,
+    block_size: int,
+    gained: list[int] | None = None,
+) -> StepClass:
+    """The smallest class that holds a plan.
+
+    Args:
+        plan: who works.
+        trees: the host's, None if the device grows them.
+        block_size: rows of a block.
+        gained: tokens that each share's text may get before the step begins.
+    """
     most = len(plan)
     sequences = next((size for size in SEQUENCE_CLASSES if size >= most), -(-most // 64) * 64)
-    tables = max(len(share.seq.block_table) for share in plan)
     # of the settings, not of the step at hand: near its end a text needs less, and no class of its own
     drafting = [share.seq.spec for share in plan if share.max_nodes and share.seq.spec is not None]
     nodes = 1 + max((share.max_nodes for share in plan), default=0)
@@ -45,28 +61,47 @@ def step_class(plan: list[ScheduledSequence], trees: list[DraftTree] | None) -> 
         nodes = max(nodes, *(tree.num_nodes for tree in trees))
         depth = max(depth, *(tree.max_depth for tree in trees))
     grows = trees is None and bool(drafting)
+    depth = min(depth, nodes - 1)
+    ahead = gained or [0] * len(plan)
+    if grows:
+        # the true rows of what was gained
+        depth = max(depth, *(more - 1 for share, more in zip(plan, ahead, strict=True) if share.max_nodes))
+        nodes = max(nodes, depth + 1)
+    # padding behind a tree is read and never used; it has to be in the table
+    rows = max(share.seq.num_computed + more for share, more in zip(plan, ahead, strict=True)) + nodes
+    tables = max(-(-rows // block_size), *(len(share.seq.block_table) for share in plan))
     return StepClass(
         sequences=sequences,
         nodes=nodes,
-        depth=min(depth, nodes - 1),
+        depth=depth,
         width=max(spec.top_k for spec in drafting) if grows else 0,
         table_width=1 << max(0, tables - 1).bit_length(),
         coupled=any(share.seq.rule.rule is COUPLED for share in plan),
     )
 
 
-def pack_inputs(plan: list[ScheduledSequence], trees: list[DraftTree] | None, size: StepClass) -> Arrays:
-    """The arrays of `step_inputs`, states apart."""
+def pack_inputs(
+    plan: list[ScheduledSequence],
+    trees: list[DraftTree] | None,
+    size: StepClass,
+    source: list[int] | None = None,
+) -> Arrays:
+    """The arrays of `step_inputs`, states and carry apart.
+
+    `source` holds the places of the sequences in the step before, whose results are not known yet.
+    """
     count, rows = size.sequences, size.depth + 1
     arrays: Arrays = {
         "active": np.zeros(count, dtype=np.bool_),
         "is_coupled": np.zeros(count, dtype=np.bool_),
+        "follows": np.zeros(count, dtype=np.bool_),
         "draft_token_ids": np.zeros((count, rows), dtype=np.int64),
         "block_tables": np.zeros((count, size.table_width), dtype=np.int32),
     }
     for name in ("context_len", "top_k", "max_depth", "max_nodes", "draft_context", "draft_new", "law_top_k"):
         arrays[name] = np.zeros(count, dtype=np.int32)
-    for name in ("seeds", "root_token_ids"):
+    arrays["remaining"] = np.zeros(count, dtype=np.int32)
+    for name in ("seeds", "root_token_ids", "source"):
         arrays[name] = np.zeros(count, dtype=np.int64)
     for name, value in (("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
         arrays[name] = np.full(count, value, dtype=np.float64)
@@ -83,6 +118,9 @@ def pack_inputs(plan: list[ScheduledSequence], trees: list[DraftTree] | None, si
             "context_len": seq.num_computed,
             "seeds": seed_bits(seq.stream.seed),
             "root_token_ids": seq.token_ids[-1],
+            "remaining": seq.remaining_tokens(),
+            "follows": source is not None,
+            "source": source[index] if source is not None else 0,
             "temperature": params.temperature,
             "law_top_k": params.top_k,
             "top_p": params.top_p,
@@ -92,6 +130,7 @@ def pack_inputs(plan: list[ScheduledSequence], trees: list[DraftTree] | None, si
             assert seq.spec is not None, "only a speculating sequence has a tree"
             first = seq.draft_computed
             new = seq.num_computed - first
+            assert source is None or new == 0, "who drafts after a step has drafted in it"
             arrays["draft_token_ids"][index, :new] = seq.token_ids[first + 1 : first + new + 1]
             values |= {"draft_context": first, "draft_new": new, "max_depth": depth}
             values |= {"top_k": seq.spec.top_k, "max_nodes": share.max_nodes}
@@ -107,7 +146,7 @@ def pack_inputs(plan: list[ScheduledSequence], trees: list[DraftTree] | None, si
     return arrays
 
 
-def step_inputs(sent: Mapping[str, Tensor], states: Tensor | None) -> StepInputs:
+def step_inputs(sent: Mapping[str, Tensor], states: Tensor | None, carry: Tensor) -> StepInputs:
     """The record of `pack_inputs`' arrays on the device."""
     given = None
     if "parents" in sent:
@@ -131,6 +170,9 @@ def step_inputs(sent: Mapping[str, Tensor], states: Tensor | None) -> StepInputs
         is_coupled=sent["is_coupled"],
         limits=GrowthLimits(top_k=sent["top_k"], max_depth=sent["max_depth"], max_nodes=sent["max_nodes"]),
         root_token_ids=sent["root_token_ids"],
+        remaining=sent["remaining"],
+        follows=sent["follows"],
+        carry=carry,
         draft_context=sent["draft_context"],
         draft_new=sent["draft_new"],
         draft_token_ids=sent["draft_token_ids"],

@@ -52,13 +52,6 @@ def texts(
     return [result.token_ids for result in results]
 
 
-@pytest.fixture(scope="module")
-def draft(
-    tiny_llama: Path, random_draft: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    return random_draft(tiny_llama, tmp_path_factory.mktemp("device-draft"))
-
-
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIX], ids=["greedy", "sampled", "mixed"])
 def test_references_write_the_text_of_the_processors_path(

@@ -34,13 +34,6 @@ MIX = [
 ]
 
 
-@pytest.fixture(scope="module")
-def draft(
-    tiny_llama: Path, random_draft: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    return random_draft(tiny_llama, tmp_path_factory.mktemp("step-draft"))
-
-
 def served(
     folder: Path, draft: Path | str | None, params: Any, *, on_device: bool = True, **settings: Any
 ) -> tuple[list[tuple[list[int], dict[str, Any]]], Engine]:

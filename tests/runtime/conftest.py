@@ -59,7 +59,7 @@ class Controller:
     def __init__(self) -> None:
         self.nodes = SPEC.max_nodes
 
-    def max_nodes(self, spec: SpecConfig) -> int:
+    def max_nodes(self, spec: SpecConfig, batch: int = 1) -> int:
         return self.nodes
 
 
