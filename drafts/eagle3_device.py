@@ -118,7 +118,11 @@ class DeviceEagle3Drafter:
     def can_grow(self, seq: Sequence, depth: int) -> bool:
         """Whether the next tree can grow on the device: few new true rows, and inside the head's context."""
         new = seq.num_computed - seq.draft_computed
-        return 1 <= new <= depth + 1 and len(seq.token_ids) + depth <= self._context
+        return 1 <= new <= depth + 1 and self.can_grow_to(len(seq.token_ids) + depth)
+
+    def can_grow_to(self, length: int) -> bool:
+        """Whether text and path of that length are inside the head's context."""
+        return length <= self._context
 
     def grow(self, size: StepClass, inputs: StepInputs) -> GrownTrees:
         """Trees of every sequence of a size class, on the device."""

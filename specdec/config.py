@@ -247,9 +247,9 @@ class EngineConfig:
     `gpu_memory_utilization` of its memory, unless `kv_tokens` is given, and decoding steps are captured as
     CUDA graphs if `cuda_graphs` says so. `overlap` launches a decoding step through kernels before the host
     has read the one before it (see `specdec.device.pipeline`). `weights` says how matrices are held on the
-    cpu: as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute dtype
-    elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that was
-    named. `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness,
+    cpu: as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute
+    dtype elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that
+    was named. `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness,
     unless `weights` are "plain". `pass_costs` says by which costs of a pass the adaptive policy decides:
     those "measured" on the cpu when the engine starts (a second, kept in the user's cache), or the "fixed"
     ones of the program.
