@@ -50,8 +50,8 @@ def verify_step(
             try:
                 result = _verify(share.seq, tree, rows)
                 if share.seq.simulated is not None:
-                    position = len(share.seq.token_ids) - 1
-                    result = share.seq.simulated.replaced(tree, result, share.seq.stream, position)
+                    step = share.seq.stats.verify_steps
+                    result = share.seq.simulated.replaced(tree, result, share.seq.stream, step)
                     # a walk that accepted these nodes would have asked for their rows
                     logits.compute([start + node for node in result.accepted_nodes])
             except BadLogitsError as error:

@@ -11,7 +11,8 @@ drafted tokens commits E[tau] = 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a) toke
 2211.17192, equation 1). E[tau] grows from 1 (a = 0) to g + 1 (a = 1), so each tau in that range has one a.
 The path is the first of the tree's longest ones; a is solved for its own depth, so a step near the end of a
 text, or a tree that grew shallow, keeps the expectation while it can, and accepts all it has where tau is
-out of its reach.
+out of its reach. The numbers of one request are spread evenly (a seeded start, then steps of the
+golden ratio), so that the mean of a short run is near tau as well.
 
 Owns the draw and its arithmetic; does not know where it is asked for (`EngineConfig.simulate_acceptance`).
 """
@@ -21,12 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from specdec.random_streams import Purpose, UniformSource
+from specdec.random_streams import Purpose, RandomStream
 from specdec.tree import DraftTree, path_to
 from specdec.verification.result import VerifyResult
 
 # halvings of [0, 1]: beyond these a double does not change
 _HALVINGS = 60
+# steps of this size spread evenly over a circle, however many there are
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def expected_length(rate: float, depth: int) -> float:
@@ -58,7 +61,7 @@ class SimulatedAcceptance:
         return f"simulated acceptance of {self.length:g}"
 
     def replaced(
-        self, tree: DraftTree, result: VerifyResult, stream: UniformSource, position: int
+        self, tree: DraftTree, result: VerifyResult, stream: RandomStream, step: int
     ) -> VerifyResult:
         """The result of a step with its accepted path drawn; its next token stays.
 
@@ -66,15 +69,15 @@ class SimulatedAcceptance:
             tree: what was verified.
             result: what the rule said.
             stream: the request's random numbers.
-            position: absolute position of the tree's root.
+            step: verify steps of the request before this one.
         """
         depth = tree.max_depth
         if depth == 0:
             return result
         rate = acceptance_rate_for(self.length, depth)
-        coins = stream.uniform(position, Purpose.SIMULATED, count=depth)
-        # a coin lies in [0, 1): rate 1 takes every one, rate 0 none
-        accepted = next((index for index, coin in enumerate(coins) if not coin < rate), depth)
+        # in [0, 1): rate 1 takes every depth, rate 0 none; d or more of them are taken with rate ** d
+        coin = (stream.uniform(0, Purpose.SIMULATED)[0] + step * _GOLDEN_RATIO) % 1.0
+        accepted = sum(coin < rate**reached for reached in range(1, depth + 1))
         path = path_to(tree.parents, tree.depths.index(depth))[1:]
         return VerifyResult(
             accepted_nodes=path[:accepted],

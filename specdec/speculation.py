@@ -20,6 +20,8 @@ LONGEST_PROBE_WAIT = 8 * PROBE_EVERY  # a probe that did not pay doubles the wai
 WARM_UP_STEPS = 4  # steps before the acceptance seen counts more than what is expected of a draft
 WORTH_A_TRY = 3.0  # a tree of at most this cost is drafted in the first steps, whatever it may bring
 BEST_ACCEPTANCE = 0.65  # that a probe may hope for
+PROBE_GAIN = 1.1  # what such a hope must promise beside plain decoding
+LEAST_GAIN = 1.02  # what a chain must promise: estimates are noisy, and a chain that breaks even gains nothing
 EXPECTED_ACCEPTANCE = 0.6  # of a drafted token, before anything was seen
 
 
@@ -135,7 +137,7 @@ class SpeculationController:
                 return spec.max_nodes
             nodes = self.drafted or spec.max_nodes
             return spec.max_nodes if self.committed >= self._cost(spec, nodes, batch) else 0
-        best, value = 0, 1.0
+        best, value = 0, LEAST_GAIN
         tokens, reached = 1.0, self.first
         for nodes in range(1, min(spec.max_depth, spec.max_nodes) + 1):
             tokens += reached
@@ -148,7 +150,8 @@ class SpeculationController:
         """Whether drafts that are nearly all accepted would beat plain decoding."""
         nodes = self._fewest(spec)
         depth = min(nodes, spec.max_depth)
-        return 1 + BEST_ACCEPTANCE * depth > self._cost(spec, nodes, batch)
+        # a head that drafts again reads all that was written meanwhile, which the cost of a step leaves out
+        return 1 + BEST_ACCEPTANCE * depth > PROBE_GAIN * self._cost(spec, nodes, batch)
 
     def _fewest(self, spec: SpecConfig) -> int:
         return 1 if self.makes_chains else spec.max_nodes
