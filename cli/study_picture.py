@@ -95,7 +95,8 @@ def _panel(axes: Axes, ordered: Sequence[Finding], marks: Sequence[Mark | None],
             va="center",
             fontsize=8,
         )
-    axes.margins(x=0.14)
+    axes.margins(x=0.2)
+    axes.locator_params(axis="x", nbins=6)
     sizes = [len(f.taps.boundaries) for f in ordered]
     for height in range(1, len(ordered)):
         if sizes[height] != sizes[height - 1]:
