@@ -21,7 +21,7 @@ WARM_UP_STEPS = 4  # steps before the acceptance seen counts more than what is e
 WORTH_A_TRY = 3.0  # a tree of at most this cost is drafted in the first steps, whatever it may bring
 BEST_ACCEPTANCE = 0.65  # that a probe may hope for
 PROBE_GAIN = 1.1  # what such a hope must promise beside plain decoding
-LEAST_GAIN = 1.02  # what a chain must promise: estimates are noisy, and a chain that breaks even gains nothing
+LEAST_GAIN = 1.02  # what a chain must promise: an estimate that breaks even may as well be a loss
 EXPECTED_ACCEPTANCE = 0.6  # of a drafted token, before anything was seen
 
 
