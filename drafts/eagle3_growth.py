@@ -6,6 +6,8 @@ committed ones, row d * top_k + w of the scratch for node w of level d. Growth i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from specdec.kernels.tree_records import (
     growth_capacity,
     start_trees,
 )
+from specdec.random_streams import Purpose
 
 
 class DeviceGrowth:
@@ -41,6 +44,8 @@ class DeviceGrowth:
         self._grow_level = kernel("grow_level", backend)
         self._prune_trees = kernel("prune_trees", backend)
         self._row_laws = kernel("row_laws", backend)
+        self._row_probs = kernel("row_probs", backend)
+        self._uniforms = kernel("uniforms", backend)
 
     def __call__(self, size: StepClass, inputs: StepInputs) -> GrownTrees:
         """The trees of a step."""
@@ -50,9 +55,13 @@ class DeviceGrowth:
         )
         words = -(-size.width * max(1, size.depth - 1) // WORD_BITS)
         seen = inputs.seeds.new_zeros(size.sequences, 1, words)
+        draft_probs: list[Tensor] = []
         rows = 1
         for depth in range(size.depth):
             logits = self._layer.logits(output).view(size.sequences, rows, -1)
+            if size.block:
+                logits, law = self._drawn(inputs, trees, logits, depth)
+                draft_probs.append(law)
             trees, parent_rows = self._grow_level(
                 trees,
                 logits,
@@ -72,7 +81,37 @@ class DeviceGrowth:
                 size, inputs, trees, depth, own, seen, fed_back[(first + parent).flatten()]
             )
             rows = size.width
-        return self._prune_trees(trees, inputs.limits, rows=size.nodes)
+        grown: GrownTrees = self._prune_trees(trees, inputs.limits, rows=size.nodes)
+        if not draft_probs:
+            return grown
+        # node d of a chain stands at depth d
+        shape = (size.sequences, size.nodes, self._vocab_size)
+        wide = draft_probs[0].new_zeros(shape)
+        wide[:, : size.depth, self._vocab_ids] = torch.stack(draft_probs, dim=1)
+        return replace(grown, draft_probs=wide)
+
+    def _drawn(
+        self, inputs: StepInputs, trees: GrowingTrees, logits: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the next node of every chain that is drawn, as `growth.DrawnGrowth` does.
+
+        Returns:
+            The logits, in these chains sure of the token that came out, and the law it was drawn from,
+            float64 [B, draft vocab]; zeros for other trees, and where no token can be drawn.
+        """
+        laws = self._row_laws(logits[:, 0], inputs.params)
+        has_law = inputs.is_block & ~laws.bad & (trees.frontier[:, 0] >= 0)
+        probs = self._row_probs(logits[:, 0], laws).masked_fill(~has_law.unsqueeze(1), 0.0)
+        node = torch.full_like(inputs.context_len, depth)
+        coin = self._uniforms(inputs.seeds, inputs.context_len, node, purpose=int(Purpose.DRAFT), count=1)
+        reached = probs.cumsum(-1)
+        # the last entry becomes exactly 1, above every coin
+        chosen = torch.searchsorted(reached / reached[:, -1:], coin, right=True)
+        chosen = chosen.clamp(max=probs.shape[1] - 1)
+        sure = torch.full_like(logits[:, 0], -torch.inf)
+        sure.scatter_(1, chosen, torch.where(has_law, 0.0, -torch.inf).to(sure.dtype).unsqueeze(1))
+        first = torch.where(inputs.is_block.unsqueeze(1), sure, logits[:, 0])
+        return torch.cat((first.unsqueeze(1), logits[:, 1:]), dim=1), probs
 
     def _races(self, size: StepClass, inputs: StepInputs, logits: Tensor) -> GrowthRaces | None:
         if not size.coupled:

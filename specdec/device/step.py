@@ -1,9 +1,9 @@
 """A whole decoding step on the device: draft, target, choice, walk and commit, with one fetch at its end.
 
-Owns the step's computation in a size class, its buffers and its captured graph. It is for plain decoding and
-for trees verified greedily or by coupled draws, of requests whose logits nothing changes; everything else
-takes the host's path (`declined` counts why) and gives the same text. Nothing inside the step reads a value
-on the host.
+Owns the step's computation in a size class, its buffers and its captured graph. It is for plain decoding
+and for trees verified greedily, by coupled draws, against the target alone, or by blocks, of requests whose
+logits nothing changes; everything else takes the host's path (`declined` counts why) and gives the same text.
+Nothing inside the step reads a value on the host.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specdec.device.packing import Arrays
 from specdec.device.runner import DeviceRunner
 from specdec.device.staging import FixedStaging
 from specdec.device.step_packing import pack_inputs, step_class, step_inputs, wanted_depth
+from specdec.device.step_walks import StepWalks
 from specdec.drafter import Drafter, GrowingDrafter
 from specdec.kernels import kernel
 from specdec.kernels.device_batch import DeviceBatch
@@ -37,8 +38,10 @@ from specdec.kernels.tree_records import GrownTrees, TreeRows
 from specdec.runner import ModelRunner
 from specdec.scheduler import ScheduledSequence
 from specdec.tree import DraftTree
+from specdec.verification.block import BLOCK
 from specdec.verification.coupled import COUPLED
 from specdec.verification.greedy import GREEDY
+from specdec.verification.target_only import TARGET_ONLY
 
 # each graph keeps its launches and its class's buffers; beyond so many the oldest class goes
 MAX_CLASSES = 48
@@ -70,22 +73,15 @@ class DeviceStep:
         self.declined: Counter[str] = Counter()
         self.grower = drafter if isinstance(drafter, GrowingDrafter) else None
         backend = runner.ops.backend
-        self._ops = {
-            name: kernel(name, backend)
-            for name in (
-                "greedy_choices",
-                "row_laws",
-                "race_winners",
-                "walk_choices",
-                "tree_masks",
-                "commit_path",
-            )
-        }
+        self._walks = StepWalks(backend)
+        self._ops = {name: kernel(name, backend) for name in ("tree_masks", "commit_path")}
         self._classes: dict[StepClass, _ClassState] = {}
 
     def takes(self, plan: list[ScheduledSequence]) -> bool:
         """Whether the step verifies this plan; a plan it does not take is counted under the reason."""
         reason = next((why for share in plan if (why := _reason(share))), None)
+        if reason is None and any(_is_drawn(share) for share in plan) and not self.grows(plan):
+            reason = "trees drawn by the host"
         if reason is not None:
             self.declined[reason] += 1
         return reason is None
@@ -197,15 +193,7 @@ class DeviceStep:
             max_nodes=size.nodes,
             max_depth=size.depth,
         )
-        choices, bad = self._ops["greedy_choices"](logits)
-        if size.coupled:
-            of_row = torch.arange(size.sequences, device=logits.device).repeat_interleave(
-                size.nodes, output_size=size.sequences * size.nodes
-            )
-            laws = self._ops["row_laws"](logits, inputs.params.at(of_row))
-            won = self._ops["race_winners"](logits, laws, flat, inputs.seeds, positions)
-            choices = torch.where(inputs.is_coupled[of_row], won, choices)
-        walk = self._ops["walk_choices"](flat, choices, bad)
+        walk = self._walks(size, inputs, flat, logits, positions, trees.draft_probs)
         self._ops["commit_path"](
             self.runner.cache.data,
             walk.accepted_nodes,
@@ -261,12 +249,17 @@ def device_step(runner: ModelRunner, drafter: Drafter | None, config: EngineConf
     return DeviceStep(runner, drafter, graphs=captures)
 
 
+def _is_drawn(share: ScheduledSequence) -> bool:
+    """Whether a share's tree comes with the laws that its nodes were drawn from."""
+    return share.seq.rule.rule is BLOCK and wanted_depth(share) > 0
+
+
 def _reason(share: ScheduledSequence) -> str | None:
     """Why a share takes the host's path; None if it does not."""
     seq = share.seq
     if share.is_prefill or not share.reaches_root:
         return "prompt"
-    if seq.rule.rule not in (GREEDY, COUPLED):
+    if seq.rule.rule not in (GREEDY, COUPLED, BLOCK, TARGET_ONLY):
         return f"rule {seq.rule.rule.name}"
     if seq.processor is not None:
         return "changed logits"

@@ -15,8 +15,10 @@ from specdec.kernels.step_records import StepClass, StepInputs
 from specdec.kernels.tree_records import NO_PARENT, GrownTrees, GrowthLimits, RowParams, seed_bits
 from specdec.scheduler import ScheduledSequence
 from specdec.tree import DraftTree
+from specdec.verification.block import BLOCK
 from specdec.verification.coupled import COUPLED
 from specdec.verification.result import VerifyResult
+from specdec.verification.target_only import TARGET_ONLY
 
 # sequences of a step are filled up to one of these
 SEQUENCE_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -77,6 +79,8 @@ def step_class(
         width=max(spec.top_k for spec in drafting) if grows else 0,
         table_width=1 << max(0, tables - 1).bit_length(),
         coupled=any(share.seq.rule.rule is COUPLED for share in plan),
+        block=any(share.seq.rule.rule is BLOCK for share in plan),
+        target_only=any(share.seq.rule.rule is TARGET_ONLY for share in plan),
     )
 
 
@@ -94,6 +98,8 @@ def pack_inputs(
     arrays: Arrays = {
         "active": np.zeros(count, dtype=np.bool_),
         "is_coupled": np.zeros(count, dtype=np.bool_),
+        "is_block": np.zeros(count, dtype=np.bool_),
+        "is_target_only": np.zeros(count, dtype=np.bool_),
         "follows": np.zeros(count, dtype=np.bool_),
         "draft_token_ids": np.zeros((count, rows), dtype=np.int64),
         "block_tables": np.zeros((count, size.table_width), dtype=np.int32),
@@ -115,6 +121,8 @@ def pack_inputs(
         values: dict[str, int | float | bool] = {
             "active": True,
             "is_coupled": seq.rule.rule is COUPLED,
+            "is_block": seq.rule.rule is BLOCK,
+            "is_target_only": seq.rule.rule is TARGET_ONLY,
             "context_len": seq.num_computed,
             "seeds": seed_bits(seq.stream.seed),
             "root_token_ids": seq.token_ids[-1],
@@ -168,6 +176,8 @@ def step_inputs(sent: Mapping[str, Tensor], states: Tensor | None, carry: Tensor
             min_p=sent["min_p"],
         ),
         is_coupled=sent["is_coupled"],
+        is_block=sent["is_block"],
+        is_target_only=sent["is_target_only"],
         limits=GrowthLimits(top_k=sent["top_k"], max_depth=sent["max_depth"], max_nodes=sent["max_nodes"]),
         root_token_ids=sent["root_token_ids"],
         remaining=sent["remaining"],

@@ -25,6 +25,8 @@ class StepClass:
         width: largest `top_k` of trees grown on the device; 0 where the host gives the trees.
         table_width: blocks of a block table.
         coupled: whether some sequence draws by races.
+        block: whether some sequence is verified by blocks, its children drawn where the device grows trees.
+        target_only: whether some sequence is verified against the target's law alone.
     """
 
     sequences: int
@@ -33,6 +35,8 @@ class StepClass:
     width: int
     table_width: int
     coupled: bool
+    block: bool = False
+    target_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,9 @@ class StepInputs:
         block_tables: int32 [B, table_width], padded with block 0, which is then read and never used.
         seeds: int64 [B].
         params: of each sequence.
-        is_coupled: bool [B].
+        is_coupled: bool [B]; of the rules coupled, block and target-only a sequence has one, or it is greedy.
+        is_block: bool [B].
+        is_target_only: bool [B].
         limits: what each tree may have.
         root_token_ids: int64 [B].
         remaining: int32 [B], tokens that the text may still get, the root being there.
@@ -65,6 +71,8 @@ class StepInputs:
     seeds: Tensor
     params: RowParams
     is_coupled: Tensor
+    is_block: Tensor
+    is_target_only: Tensor
     limits: GrowthLimits
     root_token_ids: Tensor
     remaining: Tensor

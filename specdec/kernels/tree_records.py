@@ -209,12 +209,15 @@ class GrownTrees:
         parents: int32 `[batch, rows]`; `NO_PARENT` in padding.
         log_probs: float64 `[batch, rows]`; -inf in padding.
         num_nodes: int32 `[batch]`, the root included.
+        draft_probs: float64 `[batch, rows, vocab]`, the law that the child of a row was drawn from, in trees
+            that are drawn; zeros elsewhere. None where no tree is.
     """
 
     token_ids: Tensor
     parents: Tensor
     log_probs: Tensor
     num_nodes: Tensor
+    draft_probs: Tensor | None = None
 
 
 def start_trees(root_token_ids: Tensor, *, capacity: int, width: int) -> GrowingTrees:

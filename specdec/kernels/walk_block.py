@@ -236,7 +236,7 @@ def walk_block(
 def compile_cases() -> list[CompileCase]:
     """Chains of up to 16 rows over a vocabulary of 152k."""
     law = {"logit_ptr": "*bf16", "number_ptr": "*fp64", "place_ptr": "*i32"}
-    draft = {"draft_ptr": "*fp32", "mass_ptr": "*fp64"}
+    draft = {"draft_ptr": "*fp64", "mass_ptr": "*fp64"}
     start = {"node_start_ptr": "*i32"}
     tree = {"parent_ptr": "*i32", "token_ptr": "*i64", "weight_ptr": "*fp64"}
     strides = {"stride": "i32", "draft_stride": "i32"}

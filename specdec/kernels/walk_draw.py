@@ -284,7 +284,7 @@ def compile_cases() -> list[CompileCase]:
     """Both ways of ending a walk over a vocabulary of 152k."""
     always = {"logit_ptr": "*bf16", "number_ptr": "*fp64", "place_ptr": "*i32"}
     only_taken = {"taken_ptr": "*i32", "num_taken_ptr": "*i32"}
-    only_block = {"draft_ptr": "*fp32", "mass_ptr": "*fp64", "scale_ptr": "*fp64", "token_ptr": "*i64"}
+    only_block = {"draft_ptr": "*fp64", "mass_ptr": "*fp64", "scale_ptr": "*fp64", "token_ptr": "*i64"}
     where = {"row_ptr": "*i32", "forced_ptr": "*i64", "bonus_ptr": "*i1", "sum_ptr": "*fp64"}
     sizes = dict.fromkeys(("stride", "draft_stride", "V", "S", "X"), "i32")
     cases = []

@@ -26,7 +26,8 @@ class Knowing:
     """Stands in for the growth of trees: makes the head's rows, and puts known texts on their first paths.
 
     Acceptance is then long, short and none by turns. Texts are found by seed, and given by `learn`. The
-    host's proposals get the same tokens, so that it does not matter who made a tree.
+    host's proposals get the same tokens, so that it does not matter who made a tree. Requests whose text
+    depends on their drafts keep theirs.
     """
 
     def __init__(self, drafter: DeviceEagle3Drafter) -> None:
@@ -54,7 +55,7 @@ class Knowing:
             known = text.gather(1, place.unsqueeze(1).long()).squeeze(1)
             # wrong now and then, by place alone
             known = torch.where((place * 7 + inputs.context_len) % 5 == 0, known ^ 1, known)
-            valid = is_child.any(1) & (node >= 0)
+            valid = is_child.any(1) & (node >= 0) & ~(inputs.is_block | inputs.is_target_only)
             row = torch.arange(len(child))
             trees.token_ids[row, child] = torch.where(valid, known, trees.token_ids[row, child])
             node = torch.where(valid, child, -3)
@@ -65,7 +66,7 @@ class Knowing:
 
     def _with_text(self, request: DraftRequest, tree: DraftTree) -> DraftTree:
         rows = (self.seeds == request.seq.stream.seed).nonzero()
-        if tree.draft_probs is not None or not len(rows):
+        if request.seq.needs_whole_trees or not len(rows):
             return tree
         text, context = self.texts[int(rows[0])].tolist(), len(request.seq.token_ids) - 1
         tokens, node = list(tree.token_ids), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ TREE = SpecConfig(max_depth=3, top_k=3, max_nodes=8, adaptive=False)
 WIDE = SpecConfig(max_depth=4, top_k=2, max_nodes=5)
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 COUPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, top_p=0.9, seed=4, rule="coupled")
+BLOCK = SamplingParams(
+    max_tokens=12, ignore_eos=True, temperature=0.9, top_k=8, seed=7, rule="block", spec=CHAIN
+)
+TARGET_ONLY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=3, rule="target-only")
 MIX = [
     GREEDY,
     COUPLED,
@@ -35,7 +40,13 @@ MIX = [
 
 
 def served(
-    folder: Path, draft: Path | str | None, params: Any, *, on_device: bool = True, **settings: Any
+    folder: Path,
+    draft: Path | str | None,
+    params: Any,
+    *,
+    on_device: bool = True,
+    prompts: list[list[int]] = PROMPTS,
+    **settings: Any,
 ) -> tuple[list[tuple[list[int], dict[str, Any]]], Engine]:
     """Texts with their statistics, and the engine; a small pool makes sequences wait and give way."""
     sizes = {"kv_tokens": 512, "max_num_seqs": 4, "max_batch_tokens": 48, "draft_weights": "plain"}
@@ -43,7 +54,7 @@ def served(
     engine = Engine(folder, draft=draft, config=config)
     if not on_device:
         engine.device_step = None
-    results = engine.generate(PROMPTS, params)
+    results = engine.generate(prompts, params)
     engine.audit()
     return [(result.token_ids, result.stats.to_dict()) for result in results], engine
 
@@ -62,6 +73,21 @@ def test_a_step_on_the_device_commits_what_the_host_does(
     assert any(size.width for size in engine.device_step._classes), "no tree grew on the device"
 
 
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+def test_drawn_chains_and_the_targets_own_law_are_judged_on_the_device_as_on_the_host(
+    tiny_llama: Path, draft: Path, spec: SpecConfig
+) -> None:
+    """Block verification of chains drawn on the device, beside trees of other rules, and target-only."""
+    params = [BLOCK, TARGET_ONLY, GREEDY, COUPLED, replace(BLOCK, seed=8, temperature=1.3)]
+    expected, _ = served(tiny_llama, draft, params, spec=spec, kernels="reference", on_device=False)
+    got, engine = served(tiny_llama, draft, params, spec=spec, kernels="reference")
+    assert got == expected
+    assert sum(stats["accepted"] for _, stats in got[:2]) > 0
+    assert engine.device_step is not None
+    assert any(size.block and size.target_only and size.width for size in engine.device_step._classes)
+    assert engine.pipeline.steps_ahead > 0
+
+
 @pytest.mark.parametrize("draft_name", [None, "ngram"])
 def test_steps_without_a_head_run_on_the_device_too(tiny_llama: Path, draft_name: str | None) -> None:
     expected, _ = served(tiny_llama, draft_name, MIX)
@@ -77,14 +103,19 @@ def test_requests_that_need_the_host_are_counted_by_reason(tiny_llama: Path, dra
         SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.2),
         SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1),
         SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=2, rule="block"),
+        SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=2, rule="rejection"),
         SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=2, typical_p=0.9, rule="coupled"),
     ]
-    expected, _ = served(tiny_llama, draft, params, spec=CHAIN)
-    got, engine = served(tiny_llama, draft, params, spec=CHAIN, kernels="reference", max_num_seqs=1)
+    prompts = [*PROMPTS, PROMPTS[0]]
+    expected, _ = served(tiny_llama, draft, params, spec=CHAIN, prompts=prompts)
+    got, engine = served(
+        tiny_llama, draft, params, spec=CHAIN, prompts=prompts, kernels="reference", max_num_seqs=1
+    )
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     assert engine.device_step is not None
     reasons = set(engine.device_step.declined)
-    assert reasons == {"prompt", "changed logits", "logprobs", "rule block", "typical_p"}
+    host = {"prompt", "changed logits", "logprobs", "typical_p", "rule rejection", "trees drawn by the host"}
+    assert reasons == host
 
 
 def test_bad_logits_end_their_own_sequence_alone(tiny_llama: Path) -> None:
@@ -122,9 +153,16 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        [GREEDY],
+        [replace(COUPLED, max_tokens=6), replace(BLOCK, max_tokens=6), replace(TARGET_ONLY, max_tokens=6)],
+    ],
+    ids=["greedy", "sampled"],
+)
 def test_nothing_inside_a_step_is_read_on_the_host(
-    tiny_llama: Path, draft: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, draft: Path, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """References of three kernels read their batch on the host; they stand in for kernels, which do not."""
     engine = Engine(
@@ -156,7 +194,7 @@ def test_nothing_inside_a_step_is_read_on_the_host(
         return watched[-1]
 
     monkeypatch.setattr(step, "compute", compute)
-    engine.generate(PROMPTS[:3], params)
+    engine.generate(PROMPTS[: len(params)], params)
     assert len(watched) > 3
 
 

@@ -82,7 +82,7 @@ def test_every_tensor_of_weights_and_pools_is_counted_once(
     )
 
 
-def test_two_thousand_steps_leave_nothing_behind(tiny_model_factory: Callable[..., Path]) -> None:
+def test_a_thousand_steps_leave_nothing_behind(tiny_model_factory: Callable[..., Path]) -> None:
     """Through the device path, whose size classes keep buffers."""
     folder = tiny_model_factory("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     config = EngineConfig(
@@ -92,9 +92,9 @@ def test_two_thousand_steps_leave_nothing_behind(tiny_model_factory: Callable[..
     params = SamplingParams(max_tokens=100, ignore_eos=True)
 
     def turn() -> tuple[int, int, int]:
-        """Objects and tensors alive, and free blocks, after 500 steps."""
+        """Objects and tensors alive, and free blocks, after 250 steps."""
         before = engine.times.steps
-        while engine.times.steps < before + 500:
+        while engine.times.steps < before + 250:
             engine.generate([[5, 9, 5, 9, 7]] * 4, params)
         engine.audit()
         gc.collect()
@@ -105,7 +105,7 @@ def test_two_thousand_steps_leave_nothing_behind(tiny_model_factory: Callable[..
     first = turn()
     turn()
     last = turn()
-    assert engine.times.steps >= 2000
+    assert engine.times.steps >= 1000
     assert last[1] <= first[1]
     assert last[0] <= first[0] + 50
     assert last[2] == first[2]

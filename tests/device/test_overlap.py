@@ -35,6 +35,9 @@ KINDS: list[dict[str, Any]] = [
     {"spec": TREE, "temperature": 0.7, "rule": "coupled"},
     {"stop": ("e",), "spec": TREE},
     {"speculate": False, "temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_k": 8, "rule": "block"},
+    {"temperature": 1.1, "top_k": 8, "rule": "block", "spec": ADAPTIVE},
+    {"temperature": 0.8, "spec": TREE, "rule": "target-only"},
 ]
 HOSTS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2},
@@ -86,7 +89,7 @@ def alone(
 
 @pytest.fixture(scope="module")
 def known(knowing_engine: Callable[..., Engine]) -> list[Known]:
-    return alone(knowing_engine, KINDS, 14)
+    return alone(knowing_engine, KINDS, 16)
 
 
 @pytest.fixture(scope="module")
