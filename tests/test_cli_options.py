@@ -52,15 +52,16 @@ OPTIONS: dict[str, str] = {
         "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
         "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device --dtype "
         "--deterministic --transformers --verify-cost --micro --trace --out --url --model --endpoint "
-        "--concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time --cold --ignore-eos "
-        "--goodput --extra-body --request-timeout"
+        "--concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time --cold "
+        "--ignore-eos --goodput --extra-body --request-timeout"
     ),
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --repeats --warm-up --adaptive --out"
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --weights --shape --batch-size --data "
-        "--limit --tasks --task-limit --max-tokens --task-tokens --draws --engine-draws --temperature --seed --out"
+        "--limit --tasks --task-limit --max-tokens --task-tokens --draws --engine-draws --temperature --seed "
+        "--out"
     ),
     "sweep": (
         "target --out --draft --rule --shape --batch-size --tasks --task-limit --max-tokens --temperature "
