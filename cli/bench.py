@@ -165,25 +165,8 @@ def bench(
     from specdec.cli.console import emit_json
     from specdec.cli.sampling_options import parse_knobs
 
-    alone = "--micro" if micro else "--verify-cost" if verify_cost else None
     if trace is not None and not micro:
         raise UsageError("--trace needs --micro")
-    if alone is not None:
-        others: dict[str, object] = {"--draft": draft, "--shape": shape, "--rule": rule, "--knob": knob}
-        others |= {
-            "--lossy": lossy,
-            "--exact": exact,
-            "--limit": limit,
-            "--transformers": transformers,
-            "--simulate-acceptance": simulate_acceptance,
-        }
-        if micro:
-            others["--verify-cost"] = verify_cost
-        else:
-            others |= {"--out": out, "--deterministic": deterministic}
-        for option, value in others.items():
-            if value:
-                raise UsageError(f"{option} and {alone} exclude each other; give one of them")
     if micro:
         from specdec.cli.micro import MicroPlan, run_micro
 

@@ -33,6 +33,7 @@ def one_error(capsys: pytest.CaptureFixture[str]) -> str:
         (["bench", "TARGET", "--rule", "block"], 2, "--rule needs --draft"),
         (["bench", "TARGET", "--verify-cost", "--out", "x.json"], 2, "--out and --verify-cost exclude"),
         (["bench", "TARGET", "--verify-cost", "--draft", "ngram"], 2, "--draft and --verify-cost exclude"),
+        (["bench", "TARGET", "--verify-cost", "--device", "cuda"], 2, "--device and --verify-cost exclude"),
         (
             ["generate", "TARGET", "--prompt", "a", "--draft", "ngram+ngram"],
             1,

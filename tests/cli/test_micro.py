@@ -173,6 +173,7 @@ def test_the_command_measures_all_of_it(
     [
         (["--micro", "--draft", "ngram"], "--draft and --micro"),
         (["--micro", "--verify-cost"], "--verify-cost and --micro"),
+        (["--micro", "--max-tokens", "128"], "--max-tokens and --micro"),
         (["--trace", "t.json"], "--trace needs --micro"),
         (["--micro", "--device", "tpu"], "--device"),
         (["--micro", "--dtype", "float8"], "--dtype"),
