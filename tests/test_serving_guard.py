@@ -82,7 +82,9 @@ def test_served_acceptance_is_the_offline_acceptance(tiny_llama: Path, trained: 
     assert offline.acceptance_length > 1.2, "a head that learned nothing would make this test empty"
 
     spec = SpecConfig(max_depth=DEPTH, top_k=1, max_nodes=DEPTH, adaptive=False)
-    engine = Engine(tiny_llama, draft=draft, config=EngineConfig(kv_tokens=4096, spec=spec))
+    # the head as it was trained: int8 rows would be a head of their own
+    config = EngineConfig(kv_tokens=4096, spec=spec, draft_weights="plain")
+    engine = Engine(tiny_llama, draft=draft, config=config)
     records = [json.loads(line) for line in answers.read_text().splitlines()]
     results = engine.generate(
         [record["prompt_token_ids"] for record in records], SamplingParams(max_tokens=40)
