@@ -38,14 +38,18 @@ def test_auto_is_triton_on_a_card_and_the_reference_elsewhere() -> None:
 
 
 def test_triton_on_a_cpu_is_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
     with pytest.raises(SpecdecError, match=r"'triton'.*CUDA device.*'cpu'.*'reference'.*TRITON_INTERPRET=1"):
         kernel_backend("cpu", "triton")
 
 
 def test_the_interpreter_is_refused_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes wrong numbers without a word (triton-lang/triton #11584)."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
     assert kernel_backend("cpu", "triton", torch.float16) == "triton"
     with pytest.raises(SpecdecError, match=r"bfloat16.*float32 or float16"):
         kernel_backend("cpu", "triton", torch.bfloat16)
