@@ -16,6 +16,7 @@ from specdec.errors import SpecdecError
 from specdec.provenance import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+KERNEL_SETTINGS = ("auto", "triton", "reference")
 WEIGHTS = ("auto", "fp16-packed", "plain", "int8")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -306,8 +307,8 @@ class EngineConfig:
             raise SpecdecError(
                 f"gpu_memory_utilization ({self.gpu_memory_utilization!r}) must be a share in 0.05..1"
             )
-        if self.kernels not in ("auto", "triton", "reference"):
-            raise SpecdecError(f"kernels ({self.kernels!r}) must be auto, triton or reference")
+        if self.kernels not in KERNEL_SETTINGS:
+            raise SpecdecError(f"kernels ({self.kernels!r}) must be one of {', '.join(KERNEL_SETTINGS)}")
         if self.pass_costs not in ("measured", "fixed"):
             raise SpecdecError(f"pass_costs ({self.pass_costs!r}) must be measured or fixed")
         for name, value in (("weights", self.weights), ("draft_weights", self.draft_weights)):

@@ -44,9 +44,7 @@ class CostTable:
 
 
 # 2 AVX-512 cores with packed fp16 weights (SmolLM2-135M), `specdec bench --verify-cost`; see results/LOG.md
-FIXED_COSTS = CostTable(
-    ((1, 1.0), (4, 1.04), (8, 1.32), (12, 1.58), (16, 2.08), (24, 2.58), (32, 3.31), (64, 6.6))
-)
+FIXED_COSTS = CostTable(((1, 1.0), (4, 1.27), (8, 1.62), (12, 2.07), (16, 2.61), (24, 3.50), (32, 4.38)))
 
 
 @dataclass

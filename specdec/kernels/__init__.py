@@ -19,12 +19,11 @@ from typing import Any, Literal
 
 import torch
 
+from specdec.config import KERNEL_SETTINGS
 from specdec.errors import SpecdecError
 from specdec.kernels.reference import paged_attention, store_kv
 
-KernelSetting = Literal["auto", "triton", "reference"]
 KernelBackend = Literal["triton", "reference"]
-KERNEL_SETTINGS: tuple[KernelSetting, ...] = ("auto", "triton", "reference")
 
 # operation: modules of its Triton kernel and of its reference; the function is named as the operation
 OPERATIONS: dict[str, tuple[str, str]] = {
@@ -101,7 +100,6 @@ __all__ = [
     "KERNEL_SETTINGS",
     "OPERATIONS",
     "KernelBackend",
-    "KernelSetting",
     "kernel",
     "kernel_backend",
     "paged_attention",

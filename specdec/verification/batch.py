@@ -1,9 +1,8 @@
 """The records of batched verification: padded trees, their random numbers, what comes back.
 
-For graph-captured serving; the engine does not use it yet, it walks trees one by one. Owns the way from and
-to the host's lists. All shapes are static: the number of rows, the depth and the tour
-come from the padded sizes, so that the rules in `batched.py` and `batched_joint.py` run under CUDA graph
-capture.
+For the reference of the kernels that walk trees on a device. Owns the way from and to the host's lists. All
+shapes are static: the number of rows, the depth and the tour come from the padded sizes, so that the rules in
+`batched.py` and `batched_joint.py` run under CUDA graph capture.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The level-by-level rules over a ragged batch in torch: no host round trip, no loop over sequences.
 
-For graph-captured serving; the engine does not use it yet, it walks trees one by one. Owns greedy, coupled,
-target-only, deterministic, rejection and multi-round; each decides as the rule of that name on one tree does
-with the same random numbers (float64 inside, whatever the inputs are). Loops run over depth or over rows,
-both static, and every step is one tensor operation for the whole batch.
+The reference of the kernels that walk trees on a device (`specdec.kernels.reference_walks`). Owns greedy,
+coupled, target-only, deterministic, rejection and multi-round; each decides as the rule of that name on one
+tree does with the same random numbers (float64 inside, whatever the inputs are). Loops run over depth or over
+rows, both static, and every step is one tensor operation for the whole batch.
 """
 
 from __future__ import annotations
