@@ -66,11 +66,11 @@ def figures_of(load: Load, *, requests: int, goodput: Mapping[str, float]) -> di
         "total_token_throughput": _rate(prompt + written, seconds),
         "request_goodput": _rate(good, seconds) if goodput else None,
         "in_flight": _rate(sum(one["e2el"] or 0.0 for one in latencies) / MS, seconds),
-        "ttft_ms": _spread([one["ttft"] for one in latencies]),
-        "tpot_ms": _spread([one["tpot"] for one in latencies]),
-        "itl_ms": _spread([gap * MS for record in whole for gap in record.gaps_s]),
-        "e2el_ms": _spread([one["e2el"] for one in latencies]),
-        "late_ms": _spread([record.late_s * MS for record in whole]),
+        "ttft_ms": distribution([one["ttft"] for one in latencies]),
+        "tpot_ms": distribution([one["tpot"] for one in latencies]),
+        "itl_ms": distribution([gap * MS for record in whole for gap in record.gaps_s]),
+        "e2el_ms": distribution([one["e2el"] for one in latencies]),
+        "late_ms": distribution([record.late_s * MS for record in whole]),
         "acceptance": acceptance_of(whole),
     }
 
@@ -112,7 +112,8 @@ def acceptance_of(records: Sequence[LoadRecord]) -> dict[str, Any] | None:
     }
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+def distribution(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Count, mean, deviation and percentiles of what is known; None of nothing."""
     known = np.asarray([value for value in values if value is not None], dtype=float)
     if not len(known):
         return None
