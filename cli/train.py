@@ -72,6 +72,9 @@ def train(
         float, typer.Option(help="Weight of unroll step j is this to the power j.")
     ] = DEFAULT.step_weight,
     loss: Annotated[str, typer.Option(help="kl, lk or lk-mix.")] = DEFAULT.loss,
+    distill_top_k: Annotated[
+        int | None, typer.Option(help="Count only the target's so many most probable tokens (default: all).")
+    ] = DEFAULT.distill_top_k,
     prompt_rows: Annotated[
         bool, typer.Option(help="Also train on prompt positions, against the target's own law there.")
     ] = DEFAULT.prompt_rows,
@@ -127,6 +130,7 @@ def train(
             unroll=unroll,
             step_weight=step_weight,
             loss=cast(Any, loss),
+            distill_top_k=distill_top_k,
             prompt_rows=prompt_rows,
             depth_sampling=depth_sampling,
             epochs=epochs,

@@ -22,9 +22,9 @@ OPTIONS: dict[str, str] = {
     "train": (
         "target --layers --data --out --states-cache --init-from --draft-vocab-size "
         "--intermediate-size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending "
-        "--unroll --step-weight --loss --prompt-rows --depth-sampling --epochs --steps --max-hours "
-        "--batch-tokens --lr --seed --dtype --save-dtype --target-dtype --max-length --eval-sequences "
-        "--eval-depth --eval-every --save-every --resume"
+        "--unroll --step-weight --loss --distill-top-k --prompt-rows --depth-sampling --epochs --steps "
+        "--max-hours --batch-tokens --lr --seed --dtype --save-dtype --target-dtype --max-length "
+        "--eval-sequences --eval-depth --eval-every --save-every --resume"
     ),
     "study": (
         "target --data --out --layers --k --seeds --random-sets --random-seed --scores --probe-tokens "

@@ -40,6 +40,8 @@ class TrainConfig:
     unroll: int = 4
     step_weight: float = 0.8
     loss: LossKind = "kl"
+    # of the target's law, the most probable sayable tokens that count; None: all
+    distill_top_k: int | None = None
     prompt_rows: bool = True
     prompt_row_weight: float = 1.0
     depth_sampling: bool = False
@@ -85,7 +87,7 @@ class TrainConfig:
             self._whole(name, 1)
         for name in ("save_every", "eval_every", "keep_checkpoints", "eval_depth", "draft_vocab_size"):
             self._whole(name, 1)
-        for name in ("steps", "intermediate_size", "num_kv_heads"):
+        for name in ("steps", "intermediate_size", "num_kv_heads", "distill_top_k"):
             if getattr(self, name) is not None:
                 self._whole(name, 1)
         self._whole("eval_sequences", 0)

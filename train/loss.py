@@ -21,6 +21,9 @@ from specdec.train.batching import RowBatch
 from specdec.train.config import LossKind
 from specdec.train.unroll import unroll
 
+# how far below the first choice the logit of a token lies that top-k distillation leaves out
+ABSENT = 1e4
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -28,16 +31,24 @@ class Teacher:
 
     `final` [rows, hidden] normed states; `log_norm` [rows] over the whole vocabulary; `weight` [draft_vocab,
     hidden] its output rows; `argmax_draft_ids` [rows] draft id of its first choice, -1 where not sayable.
+    `top_k` keeps the most probable tokens of the draft vocabulary and takes the chance of all others for 0
+    (top-k distillation, after HASS, arXiv:2408.15766); A is then that of the kept tokens alone.
     """
 
     final: Tensor
     log_norm: Tensor
     weight: Tensor
     argmax_draft_ids: Tensor
+    top_k: int | None = None
 
     def logits(self, rows: Tensor) -> Tensor:
         """Logits of the draft vocabulary [len(rows), draft_vocab]."""
-        return self.final[rows].to(self.weight.dtype) @ self.weight.T
+        logits = self.final[rows].to(self.weight.dtype) @ self.weight.T
+        if self.top_k is None or self.top_k >= logits.shape[-1]:
+            return logits
+        kept, ids = logits.topk(self.top_k, dim=-1)
+        # a chance of exp(-1e4) is 0 in every precision, where that of -inf times its logarithm is no number
+        return torch.full_like(logits, -ABSENT).add_(kept[:, :1]).scatter_(-1, ids, kept)
 
 
 @dataclass(frozen=True)

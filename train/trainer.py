@@ -83,7 +83,13 @@ class Objective(nn.Module):
     def forward(self, batch: RowBatch, measure: bool) -> UnrolledLoss:
         """Weighted loss sum of the batch, with acceptance counts when `measure`."""
         own = self.head.config.lm_head == "own"
-        teacher = Teacher(batch.final, batch.log_norm, self.teacher_rows, self.draft_ids[batch.argmax.long()])
+        teacher = Teacher(
+            batch.final,
+            batch.log_norm,
+            self.teacher_rows,
+            self.draft_ids[batch.argmax.long()],
+            self.config.distill_top_k,
+        )
         options = LossOptions(self.config.loss, self.config.loss_chunk_rows, self.compute_dtype, measure)
         weight = self.head.head_weight if own else self.student_rows
         mixed = self.compute_dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,37 @@ def test_blockwise_loss_and_gradients_equal_the_plain_definitions(
     assert rows.grad is not None
     assert (hidden.grad - other.grad).abs().max() < 1e-10
     assert (weight.grad - rows.grad).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("top_k", [1, 3, 7, 100])
+def test_top_k_distillation_counts_the_most_probable_tokens_alone(
+    kind: LossKind, top_k: int, case: dict[str, Any]
+) -> None:
+    """All others have the chance 0; at the size of the draft vocabulary nothing changes."""
+    teacher = replace(case["teacher"], top_k=top_k)
+    hidden = case["hidden"].clone().requires_grad_()
+    loss, overlap, _ = distill(
+        hidden, case["weight"], case["slots"], case["slot_weights"], teacher, _options(kind, 3, True)
+    )
+    loss.backward()
+
+    other = case["hidden"].clone().requires_grad_()
+    logits = other @ case["weight"].T
+    kept = case["p"].topk(min(top_k, DRAFT), -1)
+    p = torch.zeros_like(case["p"]).scatter(-1, kept.indices, kept.values)[case["slots"]]
+    q = torch.softmax(logits, -1)
+    mass, minima = p.sum(-1, keepdim=True), torch.minimum(p, q).sum(-1)
+    # a token left out adds nothing: x log x is 0 at 0
+    kl = (torch.xlogy(p, p / mass) - p * q.log()).sum(-1)
+    fixed = torch.exp(-3 * minima).detach()
+    plain = {"kl": kl, "lk": -minima.log(), "lk-mix": fixed * kl + (1 - fixed) * (1 - minima)}[kind]
+    (plain * case["slot_weights"]).sum().backward()
+    assert (overlap - minima).abs().max() < 1e-10
+    assert abs(float((loss - (plain * case["slot_weights"]).sum()).detach())) < 1e-10
+    assert hidden.grad is not None
+    assert other.grad is not None
+    assert (hidden.grad - other.grad).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("kind", ["kl", "lk"])
