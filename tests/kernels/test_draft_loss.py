@@ -69,8 +69,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Many tiles and pieces at a vocabulary that the interpreter can do; on a card tiles stay as they are."""
     if device == "cpu":
         monkeypatch.setattr(draft_loss, "TILE", 32)
-    monkeypatch.setattr(reference_draft_loss, "PIECE_NUMBERS", 9 * 32)
-    monkeypatch.setattr(reference_draft_loss, "MIN_COLUMNS", 16)
+    monkeypatch.setattr(reference_draft_loss, "PIECE_NUMBERS", 2 * 75)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -161,8 +160,8 @@ def test_a_row_of_logits_beside_the_draft_vocabulary_is_not_touched(device: str)
 def test_pieces_hold_a_fraction_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """The promise of the module: no copy of [slots, vocabulary] beside the two matrices of logits."""
     case = _case(1500, torch.float32, "cpu")
-    monkeypatch.setattr(reference_draft_loss, "MIN_COLUMNS", 100)
-    monkeypatch.setattr(reference_draft_loss, "PIECE_NUMBERS", 100)
+    monkeypatch.setattr(reference_draft_loss, "PIECE_NUMBERS", 2 * 1500)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -184,4 +183,4 @@ def test_pieces_hold_a_fraction_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> 
             reference_draft_loss.draft_loss(
                 kind, student, case.teacher, case.rows, case.log_norm, case.scale, measure=True
             )
-    assert 0 < largest <= 9 * 100 * 4
+    assert 0 < largest <= 2 * 1500 * 4
