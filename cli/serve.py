@@ -51,6 +51,12 @@ def serve(
     prefix_cache: Annotated[bool, typer.Option(help="Keep KV of finished requests for later ones.")] = True,
     max_kv_ttl: Annotated[float, typer.Option(help="Largest kv_ttl_s of a request, in seconds.")] = 600.0,
     host_cache_gb: Annotated[float, typer.Option(help="Host memory for KV that the pool gives up.")] = 0.0,
+    disk_cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder for KV that memory gives up; a later start finds it again.")
+    ] = None,
+    disk_cache_gb: Annotated[
+        float | None, typer.Option(help="Most that --disk-cache-dir may hold [default: 4].")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
@@ -101,8 +107,9 @@ def serve(
     from specdec.cli.sampling_options import parse_knobs
     from specdec.cli.shapes import parse_shape
     from specdec.cli.speculative_config import parse_speculative_config
-    from specdec.cli.usage import flags_of, usage_errors
+    from specdec.cli.usage import flags_of, named_flags, usage_errors
     from specdec.config import EngineConfig, ModelConfig
+    from specdec.disk_space import check_disk_cache
     from specdec.hub import resolve_target
     from specdec.server.config import ServerConfig, SpecCaps
     from specdec.server.logs import LEVELS
@@ -117,6 +124,8 @@ def serve(
         raise UsageError("--shape needs --draft: without one nothing is drafted")
     if log_level not in LEVELS:
         raise UsageError(f"--log-level ({log_level}) must be one of {', '.join(LEVELS)}")
+    if disk_cache_gb is not None and disk_cache_dir is None:
+        raise UsageError("--disk-cache-gb needs --disk-cache-dir, the folder that is to hold so much")
     spec = parse_shape(shape or "chain:3")
     if speculative_config is not None:
         if draft is not None:
@@ -148,6 +157,8 @@ def serve(
             prefix_cache=prefix_cache,
             max_kv_ttl_s=max_kv_ttl,
             host_cache_gb=host_cache_gb,
+            disk_cache_dir=None if disk_cache_dir is None else str(disk_cache_dir),
+            disk_cache_gb=EngineConfig.disk_cache_gb if disk_cache_gb is None else disk_cache_gb,
             device=device,
             dtype=dtype,
             kernels=kernels,
@@ -162,6 +173,9 @@ def serve(
     tls.check()
     # what can be wrong is looked at before torch is imported and weights are read
     bound = bind(host, port)
+    if disk_cache_dir is not None:
+        with named_flags(flags_of(fields, _FLAGS)):
+            check_disk_cache(disk_cache_dir, int(engine_config.disk_cache_gb * 1e9))
     limit = ModelConfig.from_folder(resolve_target(target)).max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise SpecdecError(f"--max-model-len ({max_model_len}) exceeds the target's context ({limit})")

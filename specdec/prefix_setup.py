@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specdec.block_storage import PooledBlocks
-from specdec.cold_tiers import ColdTiers, DiskTier, HostTier, Tier
+from specdec.cold_tiers import ColdTiers, HostTier, Tier
 from specdec.config import EngineConfig
+from specdec.disk_tier import DiskTier
 from specdec.drafter import Drafter, TapDrafter
 from specdec.paged_kv import PagedKVCache
 from specdec.prefix_cache import PrefixCache

@@ -26,9 +26,10 @@ FOLDER_MAY_IMPORT = {
 # the runtime from the ground up: a module imports its own tier or a lower one, and never in a circle
 RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"config", "engine_limits", "provenance", "random_streams", "request_options"}),
+    frozenset({"config", "disk_space", "engine_limits", "provenance", "random_streams", "request_options"}),
     frozenset(
         {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
+        | {"block_files", "disk_tier", "prefix_index", "prefix_stage"}
         | {"constraints", "convert", "detokenize", "grammar", "hf", "loading", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation", "step_logits"}
         | {

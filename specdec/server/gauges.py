@@ -50,6 +50,8 @@ class EngineGauges(Collector):
             yield _counter("prefix_cache_hits", "Prompt tokens found.", counts.hits)
             yield _counter("prefix_cache_evicted_blocks", "Idle blocks given up.", counts.evicted)
             yield _counter("prefix_cache_fetched_blocks", "Blocks back from colder memory.", counts.fetched)
+            tiers = engine.prefixes.tiers
+            yield _gauge("prefix_cache_cold_bytes", "In colder memory.", sum(tiers.sizes_bytes) if tiers else 0)
         times = CounterMetricFamily(
             f"{PREFIX}engine_step_seconds", "Time in steps, by part.", labels=["part"]
         )

@@ -30,12 +30,12 @@ class JsonLines(logging.Formatter):
 
 
 def log_json(level: str) -> None:
-    """Send the server's and uvicorn's records to stderr as JSON."""
+    """Send the records of specdec and uvicorn to stderr as JSON."""
     # a full disk behind stderr must not fill it further with complaints about itself
     logging.raiseExceptions = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name, least in (("specdec.server", level.upper()), ("uvicorn", "WARNING")):
+    for name, least in (("specdec", level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(least)
