@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli.bench_sides import check_sides
+from specdec.cli.bench_sides import check_sides, only, parse_numbers
 from specdec.errors import UsageError
 
 # readings of each piece of work: the least that shows a spread
@@ -20,7 +20,10 @@ def bench(
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT; may be repeated."),
+        typer.Option(
+            help="ngram, a draft folder, a shipped draft, or ngram+DRAFT; DRAFT@SHAPE takes that shape "
+            "alone; may be repeated."
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -35,14 +38,31 @@ def bench(
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow a lossy --rule.")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
-    data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompt set by name, or a .jsonl / .txt file; may be repeated [default: mt_bench]."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of each set.")] = None,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Take --limit prompts at even distances, not the first.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write for each prompt.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampled text.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Times every prompt is decoded; medians are used.")] = 1,
-    warm_up: Annotated[int, typer.Option(min=0, help="Uncounted batches before the first.")] = 1,
+    batch_size: Annotated[str, typer.Option(help="Prompts decoded at once; 1,4,8 measures each.")] = "1",
+    temperature: Annotated[str, typer.Option(help="0 is greedy; 0,0.7,1 measures each.")] = "0",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the first prompt's sampled text; later ones follow it.")
+    ] = 0,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Times every prompt is decoded; medians are used, and how far repeats agree is said."
+        ),
+    ] = 1,
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Uncounted short batches of each setting before the first of a point.")
+    ] = 1,
     adaptive: Annotated[
         bool, typer.Option(help="Let a sequence stop speculating while it does not pay, as served.")
     ] = True,
@@ -70,8 +90,12 @@ def bench(
         Path | None, typer.Option(help="With --micro: write steps as a Chrome trace (JSON).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
+        Path | None,
+        typer.Option(help="Write the whole result (JSON), with one record a prompt; kept after every point."),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Measure only the points that --out does not hold yet.")
+    ] = False,
     url: Annotated[
         str | None,
         typer.Option(help="Load a running OpenAI-compatible server instead: http://HOST:PORT/v1."),
@@ -92,7 +116,14 @@ def bench(
         int, typer.Option(min=0, help="With --url: tokens (about) that conversations begin with alike.")
     ] = 0,
     prefix_groups: Annotated[int, typer.Option(min=1, help="With --url: different shared prefixes.")] = 1,
-    turns: Annotated[int, typer.Option(min=1, help="With --url: turns of each conversation.")] = 1,
+    turns: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Turns of each conversation, each on the target's own answers; with --url those a prompt "
+            "lacks are taken from the next, else it ends with its own.",
+        ),
+    ] = 1,
     think_time: Annotated[
         float, typer.Option(help="With --url: mean pause between turns in seconds, as of an agent's tools.")
     ] = 0.0,
@@ -100,7 +131,7 @@ def bench(
         bool, typer.Option("--cold", help="With --url: a fresh cache_salt for each point of a sweep.")
     ] = False,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="With --url: ask for exactly --max-tokens tokens.")
+        bool, typer.Option("--ignore-eos", help="Write exactly --max-tokens tokens.")
     ] = False,
     goodput: Annotated[
         list[str] | None,
@@ -118,15 +149,20 @@ def bench(
     """Measure acceptance and speed of drafters against the same engine without speculation.
 
     All settings (every draft in every shape under every rule) decode every prompt in turn (interleaved), on
-    the same weights. Example:
+    the same weights, at every point (prompt set, temperature, batch size). Examples:
 
     specdec bench smollm2-135m --draft smollm2-135m --draft ngram --shape chain:3 --shape tree:4x4:15
+
+    specdec bench smollm2-135m --draft smollm2-135m --data gsm8k --data mbpp --limit 8 --temperature 0,1
+    --batch-size 1,8 --out grid.json
 
     With --url, measure a running server (ours, vLLM, SGLang) under load:
 
     specdec bench --url http://localhost:8000/v1 --concurrency 1,2,4,8 --cold --out load.json
     """
     check_sides(context)
+    data = data or ["mt_bench"]
+    temperatures = parse_numbers("--temperature", temperature, float, 0.0)
     if url is not None:
         from specdec.cli.console import emit_json
         from specdec.cli.load import run_load
@@ -149,10 +185,10 @@ def bench(
                     goodput=parse_goodput(goodput or ()),
                     extra_body=parse_extra_body(extra_body),
                     request_timeout=request_timeout,
-                    data=data,
+                    data=only("--data", data),
                     limit=limit,
                     max_tokens=max_tokens,
-                    temperature=temperature,
+                    temperature=only("--temperature", temperatures),
                     seed=seed,
                     warm_up=warm_up,
                     out=out,
@@ -199,8 +235,17 @@ def bench(
         raise UsageError("--transformers is float32 on the processor; leave --device and --dtype alone")
     if (shape or rule) and not draft:
         raise UsageError(f"{'--shape' if shape else '--rule'} needs --draft: without one nothing is drafted")
-    if transformers and temperature > 0:
+    batch_sizes = parse_numbers("--batch-size", batch_size, int, 1)
+    if transformers and temperatures != [0.0]:
         raise UsageError("--transformers compares greedy text; leave --temperature at 0")
+    if transformers and batch_sizes != [1]:
+        raise UsageError("--transformers decodes one prompt at a time; leave --batch-size at 1")
+    if transformers and ignore_eos:
+        raise UsageError("--transformers ends at the end token; drop --ignore-eos (specdec compare goes on)")
+    if resume and out is None:
+        raise UsageError("--resume needs --out, the record to go on with")
+    if spread and limit is None:
+        raise UsageError("--spread needs --limit: it says how the prompts are taken")
     if knob and len(rule or []) != 1:
         raise UsageError(f"--knob ({knob[0]}) needs one --rule to belong to, not {len(rule or [])}")
     summary = run_bench(
@@ -214,12 +259,16 @@ def bench(
             data=data,
             limit=limit,
             max_tokens=max_tokens,
-            batch_size=batch_size,
-            temperature=temperature,
+            batch_sizes=batch_sizes,
+            temperatures=temperatures,
             seed=seed,
             repeats=repeats,
             warm_up=warm_up,
             adaptive=adaptive,
+            spread=spread,
+            turns=turns,
+            ignore_eos=ignore_eos,
+            resume=resume,
             simulate_acceptance=simulate_acceptance,
             device=device,
             dtype=dtype,

@@ -1,40 +1,53 @@
-"""One bench: prompts, settings, the interleaved run, the table and the record."""
+"""One bench: prompts, settings, the interleaved runs of every point, the table and the record."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.cli.console import format_interval, print_table, progress, say
-from specdec.cli.datasets import load_prompts, prompt_file, require_shorter
+from specdec.cli.bench_conditions import engine_conditions, require_comparable
+from specdec.cli.bench_figures import DEFINITIONS, answer_records, row_figures
+from specdec.cli.bench_points import (
+    BenchData,
+    BenchPoint,
+    bench_data,
+    follower,
+    points_of,
+    settings_of,
+)
+from specdec.cli.bench_record import SCHEMA, BenchRecord, open_record
+from specdec.cli.bench_table import print_bench
+from specdec.cli.console import Bar, progress, say
+from specdec.cli.datasets import prompt_file, require_shorter
+from specdec.cli.energy import energy_meter
 from specdec.cli.measure import (
     PLAIN,
-    BenchPrompt,
-    Decode,
+    Interleaved,
     Setting,
     make_decoders,
-    per_prompt,
+    make_engines,
     run_interleaved,
-    summarise,
     transformers_decoder,
 )
 from specdec.cli.outputs import require_not_input, require_writable
-from specdec.cli.shapes import check_simulation, parse_shape, simulation_notice
+from specdec.cli.shapes import check_simulation, simulation_notice
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
+from specdec.drafter import TapDrafter
 from specdec.engine import Engine
-from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
-from specdec.provenance import RunRecord, sha256_file, write_json_atomic
+from specdec.provenance import RunRecord, sha256_file, sha256_text
 from specdec.requests import PromptEncoder
 from specdec.sequence import SamplingParams
-from specdec.stats import DEFINITIONS
-from specdec.verification.registry import rule_named
 
-SCHEMA = "specdec.bench/1"
+TRANSFORMERS = "transformers"
+# an uncounted batch is for caches and clocks, not for text
+WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +60,21 @@ class BenchPlan:
     rules: list[str]
     knobs: dict[str, float | str]
     lossy: bool
-    data: str
+    data: list[str]
     limit: int | None
     max_tokens: int
-    batch_size: int
-    temperature: float
+    batch_sizes: list[int]
+    temperatures: list[float]
     seed: int
     repeats: int
     warm_up: int
     adaptive: bool
     transformers: bool
     out: Path | None
+    spread: bool = False
+    turns: int = 1
+    ignore_eos: bool = False
+    resume: bool = False
     simulate_acceptance: float | None = None
     device: str = "cpu"
     dtype: str = "float32"
@@ -77,122 +94,192 @@ class BenchPlan:
                 deterministic=self.deterministic,
             )
 
-
-def bench_prompts(encoder: PromptEncoder, data: str, limit: int | None) -> list[BenchPrompt]:
-    """First turns of a prompt set, rendered with the target's chat template."""
-    prompts = load_prompts(data)[:limit]
-    return [
-        BenchPrompt(
-            id=prompt.id,
-            category=prompt.category,
-            token_ids=encoder.encode([{"role": "user", "content": prompt.turns[0]}]),
+    def params(self, temperature: float) -> SamplingParams:
+        """How answers are sampled at one temperature."""
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.max_tokens,
+            # a meaningless text must not end by chance: every setting writes the same number of tokens
+            ignore_eos=self.ignore_eos or self.simulate_acceptance is not None,
         )
-        for prompt in prompts
-    ]
+
+    def settings(self) -> list[Setting]:
+        """Plain decoding, and what is measured beside it.
+
+        Raises:
+            SpecdecError: an unknown rule or knob, or one setting twice.
+        """
+        settings = settings_of(
+            self.drafts, self.shapes, self.rules, self.knobs, SpecConfig(adaptive=self.adaptive)
+        )
+        for setting in settings:
+            if self.simulate_acceptance is not None and setting.spec is not None:
+                check_simulation(self.simulate_acceptance, setting.shape or "", setting.spec)
+        return settings
 
 
-def settings_of(plan: BenchPlan) -> list[Setting]:
-    """Plain decoding and every drafter in every shape under every rule.
+class _Bench:
+    """Engines that all points share, and what is known of them."""
 
-    Raises:
-        SpecdecError: an unknown rule or knob, or one setting twice.
-    """
-    base = SpecConfig(adaptive=plan.adaptive)
-    settings = [Setting(name=PLAIN, draft=None, spec=None)]
-    shapes = {shape: parse_shape(shape, base) for shape in plan.shapes}
-    if plan.simulate_acceptance is not None:
-        for shape, spec in shapes.items():
-            check_simulation(plan.simulate_acceptance, shape, spec)
-    for draft in plan.drafts:
-        for shape, spec in shapes.items():
-            settings.append(Setting(name=f"{draft} {shape}", draft=draft, spec=spec))
-    if plan.rules:
-        labels = {rule: rule_named(rule, plan.knobs).label for rule in plan.rules}
-        settings[1:] = [
-            replace(setting, name=f"{setting.name} {label}", rule=rule, knobs=plan.knobs)
-            for setting in settings[1:]
-            for rule, label in labels.items()
-        ]
-    if len({setting.name for setting in settings}) != len(settings) or len(set(plan.rules)) != len(
-        plan.rules
-    ):
-        raise SpecdecError("--draft, --shape and --rule must not name the same setting twice")
-    return settings
+    def __init__(self, plan: BenchPlan, settings: list[Setting]) -> None:
+        self.plan, self.settings = plan, settings
+        folder = resolve_target(plan.target)
+        self.encoder = PromptEncoder(folder)
+        self.data: dict[str, BenchData] = {}
+        context = ModelConfig.from_folder(folder).max_position_embeddings
+        for name in plan.data:
+            found = bench_data(self.encoder, name, plan.limit, spread=plan.spread, seed=plan.seed)
+            require_shorter("--data", name, found.lengths, context)
+            self.data[name] = found
+        longest = max(one.longest(self.encoder, plan.turns, plan.max_tokens) for one in self.data.values())
+        self.longest = min(context, longest + plan.max_tokens)
+        self.engines: dict[str, Engine] = make_engines(
+            str(folder),
+            settings,
+            batch_size=max(plan.batch_sizes),
+            longest=self.longest,
+            engine_config=plan.engine_config(),
+            simulate=plan.simulate_acceptance,
+        )
+        self.plain = self.engines[PLAIN]
+        alike = engine_conditions(self.plain)
+        for name, engine in self.engines.items():
+            require_comparable(f"{name} over {PLAIN}", engine_conditions(engine), alike)
+        self.conditions = {
+            **alike,
+            "template_hash": self.encoder.template_hash,
+            "max_tokens": plan.max_tokens,
+            "ignore_eos": plan.params(0.0).ignore_eos,
+            "turns": plan.turns,
+            "limit": plan.limit,
+            "spread": plan.spread,
+            "seed": plan.seed,
+        }
+        self.meter = energy_meter(self.plain.config.device)
+        self.transformers = transformers_decoder(str(folder), plan.max_tokens) if plan.transformers else None
+
+    def key(self) -> str:
+        """Hash of all that points have in common: conditions, settings, drafts, prompts."""
+        plan = self.plan
+        return sha256_text(
+            repr(
+                [
+                    sorted(self.conditions.items()),
+                    [(one.name, one.spec) for one in self.settings],
+                    [_draft_fingerprint(engine) for engine in self.engines.values()],
+                    [plan.repeats, plan.warm_up, plan.lossy, plan.simulate_acceptance, plan.transformers],
+                ]
+            )
+        )
+
+    def measure(self, point: BenchPoint, bar: Bar, left_out: list[dict[str, Any]]) -> Interleaved:
+        """Every setting at one point."""
+        plan, data = self.plan, self.data[point.data]
+        params = plan.params(point.temperature)
+        decoders = make_decoders(self.engines, self.settings, params, meter=self.meter)
+        short = make_decoders(self.engines, self.settings, params, most_tokens=WARM_UP_TOKENS)
+        if self.transformers is not None:
+            decoders[TRANSFORMERS] = short[TRANSFORMERS] = self.transformers
+        begun = bar.completed
+        follow = None
+        if plan.turns > 1:
+            room = self.longest - plan.max_tokens
+            follow = follower(data, self.encoder, plan.turns, room, left_out)
+        return run_interleaved(
+            decoders,
+            data.first,
+            batch_size=point.batch_size,
+            repeats=plan.repeats,
+            warm_up=plan.warm_up,
+            on_progress=lambda done, note: bar.update(begun + done, f"{point.label}, {note}"),
+            warm_up_decoders=short,
+            follow=follow,
+        )
+
+    def rows(self, point: BenchPoint, run: Interleaved) -> list[dict[str, Any]]:
+        """The record's rows of one point."""
+        known = {one.name: one for one in self.settings}
+        rows = []
+        for name in run.results:
+            setting = known.get(name)
+            report = self.engines[name].memory_report().to_dict() if setting else None
+            rows.append(
+                {
+                    **row_figures(name, run, same_engine=setting is not None),
+                    "draft": setting.draft if setting else None,
+                    "shape": setting.shape if setting else None,
+                    **point.coordinates,
+                    "memory": report,
+                }
+            )
+        return rows
 
 
 def run_bench(plan: BenchPlan) -> dict[str, Any]:
     """Measure, print the table, write `--out`; returns the summary for the JSON line."""
-    settings = settings_of(plan)
+    settings = plan.settings()
+    points = points_of(plan.data, plan.batch_sizes, plan.temperatures)
     plan.engine_config()
+    for temperature in plan.temperatures:
+        plan.params(temperature)
+    files = {name: prompt_file(name) for name in plan.data}
     if plan.out is not None:
         require_writable("--out", plan.out)
-        require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
-    params = SamplingParams(
-        temperature=plan.temperature,
-        seed=plan.seed,
-        max_tokens=plan.max_tokens,
-        # a meaningless text must not end by chance: every setting writes the same number of tokens
-        ignore_eos=plan.simulate_acceptance is not None,
-    )
-    folder = resolve_target(plan.target)
-    encoder = PromptEncoder(folder)
-    prompts = bench_prompts(encoder, plan.data, plan.limit)
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    context = ModelConfig.from_folder(folder).max_position_embeddings
-    lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
-    require_shorter("--data", plan.data, lengths, context)
-    engine, decoders = make_decoders(
-        str(folder),
-        settings,
-        params,
-        batch_size=plan.batch_size,
-        max_prompt=len(longest.token_ids),
-        engine_config=plan.engine_config(),
-        simulate=plan.simulate_acceptance,
-    )
-    if plan.transformers:
-        decoders["transformers"] = transformers_decoder(str(folder), params)
-    with progress("prompts", plan.repeats * len(prompts)) as bar:
-        results = run_interleaved(
-            decoders,
-            prompts,
-            batch_size=plan.batch_size,
-            repeats=plan.repeats,
-            warm_up=plan.warm_up,
-            on_progress=bar.update,
-        )
-    figures = [summarise(name, results, prompts) for name in decoders]
-    _print(plan, figures, engine)
-    summary = {"schema": SCHEMA, "target": plan.target, "data": plan.data, "settings": figures}
+        for file in files.values():
+            require_not_input("--out", plan.out, {"--data": file})
+    bench = _Bench(plan, settings)
+    record = open_record(plan.out, bench.key(), len(points), resume=plan.resume)
+    head: dict[str, Any] = {
+        "schema": SCHEMA,
+        "target": plan.target,
+        "data": plan.data if len(plan.data) > 1 else plan.data[0],
+    }
     if plan.simulate_acceptance is not None:
-        summary |= simulation_notice(plan.simulate_acceptance)
+        head |= simulation_notice(plan.simulate_acceptance)
+    todo = [point for point in points if not record.has(point)]
+    if len(todo) < len(points):
+        say(f"{len(points) - len(todo)} of {len(points)} points were measured before")
+    answers = sum(plan.repeats * len(bench.data[point.data].first) for point in todo)
+    with progress("answers", answers if plan.turns == 1 else None) as bar:
+        for point in todo:
+            run = bench.measure(point, bar, record.left_out)
+            record.add(
+                point, bench.rows(point, run), {name: answer_records(name, run) for name in run.results}
+            )
+            if plan.out is not None:
+                record.write(plan.out, head, _tail(bench, record, files))
+    print_bench(_title(bench), record.rows)
+    for one in record.left_out:
+        say(f"left out: {one['data']} {one['id']} turn {one['turn'] + 1}: {one['reason']}")
     if plan.out is not None:
-        write_json_atomic(
-            plan.out, {**summary, **_details(plan, decoders, results, prompts, encoder, engine)}
-        )
+        if not todo:
+            record.write(plan.out, head, _tail(bench, record, files))
         say(f"written: {plan.out}")
-    return summary
+    return {**head, **record.state(), "conditions": bench.conditions, "settings": record.rows}
 
 
-def _details(
-    plan: BenchPlan,
-    decoders: dict[str, Decode],
-    results: dict[str, Any],
-    prompts: list[BenchPrompt],
-    encoder: PromptEncoder,
-    engine: Engine,
-) -> dict[str, Any]:
-    record = RunRecord.collect(
+def _tail(bench: _Bench, record: BenchRecord, files: Mapping[str, Path]) -> dict[str, Any]:
+    plan, engine = bench.plan, bench.plain
+    hashes = {name: sha256_file(file) for name, file in files.items()}
+    run = RunRecord.collect(
         dtype=engine.config.dtype,
         seeds={"sampling": plan.seed},
-        template_hash=encoder.template_hash,
-        data_hash=sha256_file(prompt_file(plan.data)),
+        template_hash=bench.encoder.template_hash,
+        data_hash=next(iter(hashes.values()))
+        if len(hashes) == 1
+        else sha256_text(repr(sorted(hashes.items()))),
         defaults={
             "max_tokens": plan.max_tokens,
-            "batch_size": plan.batch_size,
-            "temperature": plan.temperature,
+            "batch_size": _one_or_all(plan.batch_sizes),
+            "temperature": _one_or_all(plan.temperatures),
+            "seeds": "seed + number of the prompt",
+            "limit": plan.limit,
+            "spread": plan.spread,
+            "turns": plan.turns,
+            "ignore_eos": plan.params(0.0).ignore_eos,
             "repeats": plan.repeats,
             "warm_up_batches": plan.warm_up,
+            "warm_up_tokens": WARM_UP_TOKENS,
             "adaptive": plan.adaptive,
             "simulate_acceptance": plan.simulate_acceptance,
             "device": plan.device,
@@ -205,54 +292,35 @@ def _details(
             "draft_weights": engine.config.resolved_draft_weights,
             "packed_matrices": engine.decoder.num_packed,
             "plain_matrices": engine.decoder.num_plain,
+            "data_hashes": hashes,
         },
+        extra={"earlier": record.earlier} if record.earlier else {},
     )
     return {
-        "run": record.to_dict(),
+        "conditions": bench.conditions,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "run": run.to_dict(),
         "definitions": DEFINITIONS,
-        "per_prompt": {name: per_prompt(name, results, prompts) for name in decoders},
     }
 
 
-def _print(plan: BenchPlan, figures: list[dict[str, Any]], engine: Engine) -> None:
-    rows = []
-    for one in figures:
-        acceptance = one["acceptance"]
-        rows.append(
-            [
-                one["setting"],
-                one["rule"] if one["lossless"] or "simulated" in one else f"{one['rule']}, lossy",
-                acceptance["acceptance_length"],
-                format_interval(acceptance["acceptance_length_interval"]),
-                acceptance["acceptance_rate"],
-                one["tokens_per_second"],
-                one.get("speedup"),
-                format_interval(one.get("speedup_interval")),
-                f"{one['identical']}/{one['prompts']}" if "identical" in one else None,
-            ]
-        )
+def _draft_fingerprint(engine: Engine) -> str | None:
+    return engine.drafter.fingerprint if isinstance(engine.drafter, TapDrafter) else None
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _title(bench: _Bench) -> str:
+    plan, engine = bench.plan, bench.plain
     simulated = (
         ""
         if plan.simulate_acceptance is None
         else f"SIMULATED acceptance of {plan.simulate_acceptance:g} tokens a step, speed only: "
     )
-    title = (
-        f"{simulated}{plan.target}, {plan.data}, {figures[0]['prompts']} prompts x {plan.max_tokens} tokens, "
-        f"batch {plan.batch_size}, {_where(engine)}; speedup and "
-        "identical against plain; 95 % intervals over prompts"
-    )
-    columns = [
-        "setting",
-        "rule",
-        "accept length",
-        "interval",
-        "accept rate",
-        "tokens/s",
-        "speedup",
-        "interval",
-        "identical",
-    ]
-    print_table(title, columns, rows)
+    turns = f" x {plan.turns} turns" if plan.turns > 1 else ""
+    return f"{simulated}{plan.target}, {plan.max_tokens} tokens{turns}, {_where(engine)}"
 
 
 def _where(engine: Engine) -> str:

@@ -3,17 +3,22 @@
 Owns which options belong to which side, and the refusal of one that the other side would ignore.
 """
 
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from math import inf
+from typing import TypeVar
 
 import typer
 
 from specdec.errors import SpecdecError, UsageError
 
 # options of both sides
-_SHARED = frozenset({"data", "limit", "max_tokens", "temperature", "seed", "warm_up", "out"})
+_SHARED = frozenset(
+    {"data", "limit", "max_tokens", "temperature", "seed", "warm_up", "out", "turns"} | {"ignore_eos"}
+)
 _LOAD = frozenset(
-    {"url", "model", "endpoint", "concurrency", "request_rate", "shared_prefix", "prefix_groups", "turns"}
-    | {"think_time", "cold", "ignore_eos", "goodput", "extra_body", "request_timeout"}
+    {"url", "model", "endpoint", "concurrency", "request_rate", "shared_prefix", "prefix_groups"}
+    | {"think_time", "cold", "goodput", "extra_body", "request_timeout"}
 )
 # what the measurements of a machine, which decode no prompts, go by
 _ALONE = {
@@ -21,6 +26,45 @@ _ALONE = {
     "verify_cost": frozenset({"target"}),
 }
 _HTTP = "httpx2"
+Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
+
+
+def parse_numbers(option: str, text: str, kind: Callable[[str], Number], least: Number) -> list[Number]:
+    """`1,4,8` as numbers.
+
+    Args:
+        option: names the list.
+        text: what was given.
+        kind: int or float.
+        least: the smallest that is allowed.
+
+    Raises:
+        UsageError: no number, one that is too small, or the same twice.
+    """
+    try:
+        numbers = [kind(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(least <= number < inf for number in numbers):
+        words = "whole numbers" if kind is int else "numbers"
+        raise UsageError(
+            f"{option} ({text}) must be {words} of at least {least:g}, one or several as in 1,4,8"
+        )
+    if len(set(numbers)) != len(numbers):
+        raise UsageError(f"{option} ({text}) must not name the same number twice")
+    return numbers
+
+
+def only(option: str, values: Sequence[Value]) -> Value:
+    """The one value of an option that a load takes once.
+
+    Raises:
+        UsageError: several.
+    """
+    if len(values) != 1:
+        raise UsageError(f"{option} with --url takes one value, not {len(values)}")
+    return values[0]
 
 
 def check_sides(context: typer.Context) -> None:

@@ -13,13 +13,16 @@ def compare(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="transformers, transformers-lookup, vllm[:PYTHON][,method=ngram,k=3], "
+            help="transformers, transformers-lookup, transformers-assisted,assistant=FOLDER (or "
+            "early_exit=LAYER), vllm[:PYTHON][,method=ngram,k=3], sglang[:PYTHON][,method=ngram,k=3], "
             "llama.cpp[:PYTHON][,gguf=FILE], or url:http://HOST:PORT of a server; may be repeated."
         ),
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Also decode speculatively with this draft, as in bench; may be repeated."),
+        typer.Option(
+            help="Also decode speculatively with this draft, as in bench (DRAFT@SHAPE too); may be repeated."
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -28,19 +31,24 @@ def compare(
     data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens every engine writes for each prompt.")] = 128,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Prompts given to every engine at once; a server gets as many clients.")
+    ] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Times every prompt is decoded; medians are used.")] = 1,
-    warm_up: Annotated[int, typer.Option(min=0, help="Uncounted prompts before the first.")] = 1,
+    warm_up: Annotated[int, typer.Option(min=0, help="Uncounted batches before the first.")] = 1,
     adaptive: Annotated[
         bool, typer.Option(help="Let a sequence stop speculating while it does not pay, as served.")
     ] = True,
+    device: Annotated[str, typer.Option(help="cpu, or cuda with a card.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     out: Annotated[
         Path | None, typer.Option(help="Write the whole result (JSON), with one record a prompt.")
     ] = None,
 ) -> None:
-    """Measure this engine and others on the same prompts: greedy, one at a time, equal numbers of tokens.
+    """Measure this engine and others on the same prompts: greedy, equal batches, equal numbers of tokens.
 
     Each engine runs in an environment of its own (`make peers` makes them; SPECDEC_PEERS names their folder)
-    and gets the same token ids; engines take turns prompt by prompt. Example:
+    and gets the same token ids; engines take turns batch by batch. Example:
 
     specdec compare smollm2-135m --draft smollm2-135m --peer transformers --peer vllm --peer llama.cpp
     """
@@ -62,6 +70,9 @@ def compare(
         repeats=repeats,
         warm_up=warm_up,
         adaptive=adaptive,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
         out=out,
     )
     emit_json(run_compare(plan))

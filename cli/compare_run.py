@@ -1,9 +1,9 @@
-"""One comparison: our engine and its peers on the same prompts, taking turns prompt by prompt.
+"""One comparison: our engine and its peers on the same prompts, taking turns batch by batch.
 
-What makes it fair: every engine gets the same token ids (the target's template, rendered once), writes the
-same number of new tokens greedily without an end before, starts each prompt from nothing (no prefix cache),
-and has the same number of threads. Tokens are counted as ids. Seconds are those of each engine's own call,
-its prompt pass included; a server's include HTTP.
+What makes it fair: every engine gets the same token ids (the target's template, rendered once), as many
+prompts at once, writes the same number of new tokens greedily without an end before, starts each prompt from
+nothing (no prefix cache), and has the same number of threads. Tokens are counted as ids. Seconds are those of
+each engine's own call, its prompt passes included; a server's include HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from specdec.cli.bench_run import bench_prompts
+from specdec.cli.bench_figures import answer_records
+from specdec.cli.bench_points import bench_data, settings_of
 from specdec.cli.bootstrap import ratio_interval, speedup_interval
 from specdec.cli.console import format_interval, print_table, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
@@ -27,15 +28,14 @@ from specdec.cli.measure import (
     BenchPrompt,
     Decode,
     Measured,
-    Setting,
     make_decoders,
-    per_prompt,
+    make_engines,
     run_interleaved,
 )
 from specdec.cli.outputs import require_not_input, require_writable
 from specdec.cli.peer_servers import PeerServer
 from specdec.cli.peers import Peer, PeerProcess, parse_peer, setup_of
-from specdec.cli.shapes import parse_shape
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import UsageError
@@ -76,19 +76,18 @@ class ComparePlan:
     warm_up: int
     adaptive: bool
     out: Path | None
+    batch_size: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
 
+    def engine_config(self) -> EngineConfig:
+        """Of our own engine.
 
-def our_settings(plan: ComparePlan) -> list[Setting]:
-    """Plain decoding, and every draft in every shape."""
-    shapes = {shape: parse_shape(shape, SpecConfig(adaptive=plan.adaptive)) for shape in plan.shapes}
-    return [
-        Setting(name=PLAIN, draft=None, spec=None),
-        *(
-            Setting(name=f"{draft} {shape}", draft=draft, spec=spec)
-            for draft in plan.drafts
-            for shape, spec in shapes.items()
-        ),
-    ]
+        Raises:
+            UsageError: a device or dtype that this machine or version lacks.
+        """
+        with usage_errors(flags_of({"device": 0, "dtype": 0}, {})):
+            return EngineConfig(device=self.device, dtype=self.dtype)
 
 
 def run_compare(plan: ComparePlan) -> dict[str, Any]:
@@ -98,11 +97,15 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
         SpecdecError: an engine that does not start, fails, or writes another number of tokens.
     """
     peers = [parse_peer(text) for text in plan.peers]
-    settings = our_settings(plan)
-    if len({peer.name for peer in peers}) != len(peers) or len({one.name for one in settings}) != len(
-        settings
-    ):
-        raise UsageError("--peer, --draft and --shape must not name the same thing twice")
+    settings = settings_of(plan.drafts, plan.shapes, [], {}, SpecConfig(adaptive=plan.adaptive))
+    engine_config = plan.engine_config()
+    for peer in peers:
+        if plan.batch_size > 1 and not peer.takes_batches:
+            raise UsageError(
+                f"--peer ({peer.name}) decodes one prompt at a time; leave --batch-size at 1, or drop it"
+            )
+    if len({peer.name for peer in peers}) != len(peers):
+        raise UsageError("--peer must not name the same engine twice")
     if plan.out is not None:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
@@ -110,7 +113,7 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
     if is_random(folder):
         raise UsageError(f"TARGET ({plan.target}) has no weights that another engine could read")
     encoder = PromptEncoder(folder)
-    prompts = bench_prompts(encoder, plan.data, plan.limit)
+    prompts = bench_data(encoder, plan.data, plan.limit).first
     longest = max(len(prompt.token_ids) for prompt in prompts)
     context = ModelConfig.from_folder(folder).max_position_embeddings
     lengths = {prompt.id: len(prompt.token_ids) + plan.max_tokens - 1 for prompt in prompts}
@@ -122,49 +125,63 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
             folder=folder,
             max_model_len=min(context, longest + plan.max_tokens + 16),
             threads=torch.get_num_threads(),
+            dtype=plan.dtype,
+            device=plan.device,
+            batch_size=plan.batch_size,
         )
         for peer in peers
         if peer.kind != "url"
     }
-    plain, ours = make_decoders(
+    engines = make_engines(
         str(folder),
         settings,
-        SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, ignore_eos=True),
-        batch_size=1,
-        max_prompt=longest,
-        engine_config=EngineConfig(),
+        batch_size=plan.batch_size,
+        longest=longest + plan.max_tokens,
+        engine_config=engine_config,
     )
+    params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, ignore_eos=True)
+    ours = make_decoders(engines, settings, params)
     decoders = {f"{OURS} {name}": settled(decode) for name, decode in ours.items()}
     facts: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         for peer in peers:
             say(f"starting {peer.name}")
-            engine = _start(peer, setups.get(peer.name), encoder)
+            engine = _start(peer, setups.get(peer.name), encoder, plan.device)
             stack.callback(engine.close)
             facts[peer.name] = engine.facts
             decoders[peer.name] = settled(peer_decoder(engine, plan.max_tokens))
         with progress("prompts", plan.repeats * len(prompts)) as bar:
-            results = run_interleaved(
+            run = run_interleaved(
                 decoders,
                 prompts,
-                batch_size=1,
+                batch_size=plan.batch_size,
                 repeats=plan.repeats,
                 warm_up=plan.warm_up,
                 on_progress=bar.update,
+                reference=f"{OURS} {PLAIN}",
             )
+    results = run.results
     bases = {f"{OURS} {one.name}": f"{OURS} {PLAIN}" for one in settings} | _bases(peers)
     figures = [summarise(name, results, plan.max_tokens, bases.get(name)) for name in decoders]
     for one in figures:
-        one["engine_facts"] = facts.get(one["engine"]) or our_facts(plain)
+        one["engine_facts"] = facts.get(one["engine"]) or our_facts(engines[PLAIN])
     _print(plan, figures, len(prompts))
-    summary = {"schema": SCHEMA, "target": plan.target, "data": plan.data, "engines": figures}
+    summary = {
+        "schema": SCHEMA,
+        "target": plan.target,
+        "data": plan.data,
+        "batch_size": plan.batch_size,
+        "engines": figures,
+    }
     if plan.out is not None:
         record = RunRecord.collect(
-            dtype="float32",
+            dtype=plan.dtype,
             template_hash=encoder.template_hash,
             data_hash=sha256_file(prompt_file(plan.data)),
             defaults={
                 "max_tokens": plan.max_tokens,
+                "batch_size": plan.batch_size,
+                "device": plan.device,
                 "repeats": plan.repeats,
                 "warm_up_prompts": plan.warm_up,
                 "adaptive": plan.adaptive,
@@ -173,7 +190,7 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
                 "threads": torch.get_num_threads(),
             },
         )
-        details = {name: per_prompt(name, results, prompts) for name in decoders}
+        details = {name: answer_records(name, run) for name in decoders}
         write_json_atomic(
             plan.out,
             {**summary, "run": record.to_dict(), "definitions": DEFINITIONS, "per_prompt": details},
@@ -183,14 +200,13 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
 
 
 def peer_decoder(engine: PeerProcess | PeerServer, max_tokens: int) -> Decode:
-    """Decode with another engine, prompt after prompt."""
+    """Decode with another engine, all prompts of a batch at once."""
 
     def decode(batch: Sequence[BenchPrompt]) -> list[Measured]:
-        measured = []
-        for prompt in batch:
-            new, seconds = engine.answer(prompt.id, prompt.token_ids, max_tokens)
-            measured.append(Measured(token_ids=new, seconds=seconds, stats=SpecStats()))
-        return measured
+        answers, seconds = engine.answer(
+            [prompt.id for prompt in batch], [prompt.token_ids for prompt in batch], max_tokens
+        )
+        return [Measured(token_ids=new, seconds=seconds / len(batch), stats=SpecStats()) for new in answers]
 
     return decode
 
@@ -205,10 +221,12 @@ def settled(decode: Decode) -> Decode:
     return waiting
 
 
-def _start(peer: Peer, setup: dict[str, Any] | None, encoder: PromptEncoder) -> PeerProcess | PeerServer:
+def _start(
+    peer: Peer, setup: dict[str, Any] | None, encoder: PromptEncoder, device: str
+) -> PeerProcess | PeerServer:
     if setup is None:
         return PeerServer(peer, encoder.encode)
-    return PeerProcess(peer, setup, threads=torch.get_num_threads())
+    return PeerProcess(peer, setup, threads=torch.get_num_threads(), device=device)
 
 
 def _bases(peers: Sequence[Peer]) -> dict[str, str]:
@@ -278,10 +296,10 @@ def _seconds(repeated: list[list[Measured]]) -> list[float]:
 
 def _print(plan: ComparePlan, figures: list[dict[str, Any]], count: int) -> None:
     title = (
-        f"{plan.target}, {plan.data}, {count} prompts x {plan.max_tokens} tokens, greedy, batch 1, "
-        f"{torch.get_num_threads()} threads, {plan.repeats} interleaved repeats; relative and identical: "
-        f"against {OURS} {PLAIN}; speedup: against the same engine without speculation; 95 % intervals over "
-        "prompts"
+        f"{plan.target}, {plan.data}, {count} prompts x {plan.max_tokens} tokens, greedy, "
+        f"batch {plan.batch_size}, {plan.dtype}, {torch.get_num_threads()} threads, {plan.repeats} "
+        f"interleaved repeats; relative and identical: against {OURS} {PLAIN}; speedup: against the same engine without "
+        "speculation; 95 % intervals over prompts"
     )
     columns = ["engine", "weights", "tokens/s", "interval", "relative", "interval", "speedup", "interval"]
     rows = [

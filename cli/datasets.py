@@ -6,7 +6,7 @@ ids (at most how many there are): a prompt is the user's turns as text. Sources 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,15 @@ def load_prompts(name_or_path: str) -> list[Prompt]:
             raise SpecdecError(f"{path} line {number}: id ({prompt.id}) occurs twice; ids must be unique")
         seen.add(prompt.id)
     return prompts
+
+
+def choose_prompts(prompts: Sequence[Prompt], limit: int | None, *, spread: bool) -> list[Prompt]:
+    """The first prompts, or as many at even distances, so that a sorted set gives some of every category."""
+    if limit is None or limit >= len(prompts):
+        return list(prompts)
+    if not spread:
+        return list(prompts[:limit])
+    return [prompts[index * len(prompts) // limit] for index in range(limit)]
 
 
 def require_unicode(where: str, text: str) -> None:

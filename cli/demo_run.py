@@ -8,7 +8,6 @@ from typing import Any
 
 from specdec.cli.bench_run import BenchPlan, run_bench
 from specdec.cli.console import say
-from specdec.cli.datasets import load_prompts
 from specdec.cli.measure import PLAIN
 from specdec.errors import SpecdecError
 from specdec.hub import pull
@@ -37,8 +36,6 @@ def run_demo(*, train: bool, work: Path, num_prompts: int, max_tokens: int) -> d
         say("3. the shipped draft (train one from scratch with --train)")
         draft = TARGET
     say("4. decoding with and without speculation")
-    sample = work / "prompts.jsonl"
-    _spread_prompts(num_prompts, sample)
     spelling = f"ngram+{draft}"
     summary = run_bench(
         BenchPlan(
@@ -48,11 +45,13 @@ def run_demo(*, train: bool, work: Path, num_prompts: int, max_tokens: int) -> d
             rules=[],
             knobs={},
             lossy=False,
-            data=str(sample),
-            limit=None,
+            data=["mt_bench"],
+            # from all of its categories, evenly
+            limit=num_prompts,
+            spread=True,
             max_tokens=max_tokens,
-            batch_size=1,
-            temperature=0.0,
+            batch_sizes=[1],
+            temperatures=[0.0],
             seed=0,
             repeats=1,
             warm_up=1,
@@ -120,15 +119,6 @@ def _train(folder: Path, work: Path) -> Path:
         max_hours=TRAIN_HOURS,
     )
     return draft
-
-
-def _spread_prompts(count: int, path: Path) -> None:
-    """MT-bench prompts from all of its categories, evenly."""
-    prompts = load_prompts("mt_bench")
-    count = min(count, len(prompts))
-    chosen = [prompts[index * len(prompts) // count] for index in range(count)]
-    lines = [json.dumps({"id": p.id, "category": p.category, "turns": list(p.turns)}) for p in chosen]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _draft_boundaries(draft: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""A running server as a peer: its OpenAI completions endpoint, one prompt at a time.
+"""A running server as a peer: its OpenAI completions endpoint, one client for each prompt of a batch.
 
 Prompts go out as token ids, so that no template or tokenizer of the server's comes between; tokens come back
 as ids where the server gives them (`return_token_ids`, vLLM's and ours), else they are counted by its own
@@ -11,7 +11,8 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from specdec.cli.peers import ANSWER_TIMEOUT_S, Peer, check_count
@@ -44,12 +45,22 @@ class PeerServer:
             "settings": {"model": self._model},
         }
 
-    def answer(self, name: str, token_ids: list[int], max_tokens: int) -> tuple[list[int], float]:
-        """New tokens of one prompt, and the seconds until the whole answer was here.
+    def answer(
+        self, names: Sequence[str], prompts: Sequence[list[int]], max_tokens: int
+    ) -> tuple[list[list[int]], float]:
+        """New tokens of prompts, each asked for by a client of its own, and the seconds until all were here.
 
         Raises:
             SpecdecError: the server refused, or wrote another number of tokens.
         """
+        started = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=len(prompts)) as clients:
+            replies = list(clients.map(lambda ids: self._ask(ids, max_tokens), prompts))
+        seconds = time.perf_counter() - started
+        answers = [self._read(name, reply, max_tokens) for name, reply in zip(names, replies, strict=True)]
+        return answers, seconds
+
+    def _ask(self, token_ids: list[int], max_tokens: int) -> dict[str, Any]:
         request = {
             "model": self._model,
             "prompt": token_ids,
@@ -58,15 +69,15 @@ class PeerServer:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        started = time.perf_counter()
-        reply = self._call("completions", request)
-        seconds = time.perf_counter() - started
+        return self._call("completions", request)
+
+    def _read(self, name: str, reply: dict[str, Any], max_tokens: int) -> list[int]:
         choice = reply["choices"][0]
         new = choice.get("token_ids")
         self.facts["settings"]["tokens"] = "ids from the server" if new is not None else "read from its text"
         count = len(new) if new is not None else int(reply["usage"]["completion_tokens"])
         check_count(self.peer, name, count, max_tokens)
-        return list(new) if new is not None else self._encode(choice["text"]), seconds
+        return list(new) if new is not None else self._encode(choice["text"])
 
     def close(self) -> None:
         """The server is the user's and goes on."""

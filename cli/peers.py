@@ -1,4 +1,4 @@
-"""Other engines as a user names them, and each as a process that answers one prompt at a time.
+"""Other engines as a user names them, and each as a process that answers prompts batch by batch.
 
 Owns the spellings (`vllm:PYTHON,method=ngram,k=3`), where an engine's environment is looked for, the process
 and its environment variables. What an engine does with a prompt is the business of its program in
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class PeerKind:
         options: what may follow as `,KEY=VALUE`.
         own_environment: whether it is installed apart from specdec, under its own name.
         preset: options that the kind itself stands for.
+        needs: options of which one must be given.
+        takes_batches: whether it decodes several prompts at once.
         family: whose plain decoding its speed-up is taken against.
     """
 
@@ -49,6 +51,8 @@ class PeerKind:
     options: tuple[str, ...] = ()
     own_environment: bool = False
     preset: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    takes_batches: bool = True
     family: str
 
 
@@ -57,16 +61,34 @@ KINDS: dict[str, PeerKind] = {
     "transformers-lookup": PeerKind(
         script="run_transformers.py", options=("lookup",), preset={"lookup": "5"}, family="transformers"
     ),
+    "transformers-assisted": PeerKind(
+        script="run_transformers.py",
+        options=("assistant", "early_exit", "k"),
+        needs=("assistant", "early_exit"),
+        family="transformers",
+    ),
     "vllm": PeerKind(
         script="run_vllm.py", options=("method", "k", "draft"), own_environment=True, family="vllm"
     ),
+    "sglang": PeerKind(
+        script="run_sglang.py", options=("method", "k", "draft"), own_environment=True, family="sglang"
+    ),
     "llama.cpp": PeerKind(
-        script="run_llama_cpp.py", options=("gguf", "lookup"), own_environment=True, family="llama.cpp"
+        script="run_llama_cpp.py",
+        options=("gguf", "lookup"),
+        own_environment=True,
+        takes_batches=False,
+        family="llama.cpp",
     ),
     "url": PeerKind(script=None, family="url"),
 }
+# options by which an engine speculates; transformers then takes one prompt at a time
+_SPECULATIVE = frozenset({"lookup", "method", "assistant", "early_exit"})
+# options that are folders or files
+_PATHS = frozenset({"gguf", "draft", "assistant"})
 SPELLING = (
-    "transformers, transformers-lookup, vllm[:PYTHON], llama.cpp[:PYTHON], each with ,KEY=VALUE, or url:URL"
+    "transformers, transformers-lookup, transformers-assisted, vllm[:PYTHON], sglang[:PYTHON], "
+    "llama.cpp[:PYTHON], each with ,KEY=VALUE, or url:URL"
 )
 
 
@@ -88,7 +110,12 @@ class Peer:
     @property
     def is_plain(self) -> bool:
         """Whether it decodes without speculation, as far as is known."""
-        return not {"lookup", "method"} & set(self.options)
+        return not _SPECULATIVE & set(self.options)
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether it decodes several prompts at once."""
+        return KINDS[self.kind].takes_batches and (self.is_plain or self.family != "transformers")
 
 
 def parse_peer(text: str) -> Peer:
@@ -116,6 +143,9 @@ def parse_peer(text: str) -> Peer:
                 f"--peer ({text}): ({word}) must be one of {kind}'s options, each once: {allowed}"
             )
         given[key] = value
+    if known.needs and not set(known.needs) & set(given):
+        options = " or ".join(f"{name}=VALUE" for name in known.needs)
+        raise UsageError(f"--peer ({text}) needs {options}")
     shown = "".join(f" {key}={Path(value).name}" for key, value in given.items())
     return Peer(
         kind=kind,
@@ -140,7 +170,17 @@ def _python(text: str, kind: str, python: str) -> str:
     return str(path.absolute())
 
 
-def setup_of(peer: Peer, *, target: str, folder: Path, max_model_len: int, threads: int) -> dict[str, Any]:
+def setup_of(
+    peer: Peer,
+    *,
+    target: str,
+    folder: Path,
+    max_model_len: int,
+    threads: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    batch_size: int = 1,
+) -> dict[str, Any]:
     """The setup line for an engine's program.
 
     Raises:
@@ -152,27 +192,29 @@ def setup_of(peer: Peer, *, target: str, folder: Path, max_model_len: int, threa
         if known is None:
             raise UsageError(f"--peer ({peer.name}) needs gguf=FILE: no package is known to hold {target}")
         options |= {"package": known.package, "member": known.member}
-    for key in {"gguf", "draft"} & set(peer.options):
+    for key in _PATHS & set(peer.options):
         path = Path(peer.options[key]).expanduser()
         if not path.exists():
             raise UsageError(f"--peer ({peer.name}): {key} ({path}) does not exist")
         options[key] = str(path.absolute())
     return {
         "model": str(folder.absolute()),
-        "dtype": "float32",
+        "dtype": dtype,
+        "device": device,
         "threads": threads,
+        "batch_size": batch_size,
         "max_model_len": max_model_len,
         "options": options,
     }
 
 
-def environment_of(peer: Peer, threads: int) -> dict[str, str]:
+def environment_of(peer: Peer, threads: int, device: str = "cpu") -> dict[str, str]:
     """Variables of an engine's process: threads for all, and what vLLM's processor build asks for."""
     variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     # ours is not theirs
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD"):
         variables.pop(name, None)
-    if peer.kind != "vllm" or peer.python is None:
+    if peer.kind != "vllm" or peer.python is None or device != "cpu":
         return variables
     preload = [
         *(Path(peer.python).parent.parent / "lib").glob("libiomp5.so"),
@@ -195,12 +237,13 @@ class PeerProcess:
         peer: which engine.
         setup: its setup line (`setup_of`).
         threads: threads it may use.
+        device: where it computes.
 
     Raises:
         SpecdecError: it did not start, with its last words.
     """
 
-    def __init__(self, peer: Peer, setup: Mapping[str, Any], *, threads: int) -> None:
+    def __init__(self, peer: Peer, setup: Mapping[str, Any], *, threads: int, device: str = "cpu") -> None:
         script = KINDS[peer.kind].script
         assert script is not None, "a server has no program of ours"
         assert peer.python is not None, "a program needs an interpreter"
@@ -211,7 +254,7 @@ class PeerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment_of(peer, threads),
+            env=environment_of(peer, threads, device),
             text=True,
             encoding="utf-8",
             errors="replace",
@@ -227,17 +270,20 @@ class PeerProcess:
             self.close()
             raise
 
-    def answer(self, name: str, token_ids: list[int], max_tokens: int) -> tuple[list[int], float]:
-        """New tokens of one prompt, and the seconds that the engine's own call took.
+    def answer(
+        self, names: Sequence[str], prompts: Sequence[list[int]], max_tokens: int
+    ) -> tuple[list[list[int]], float]:
+        """New tokens of prompts given at once, and the seconds that the engine's own call took.
 
         Raises:
             SpecdecError: the engine failed, or wrote another number of tokens.
         """
-        self._send({"id": name, "token_ids": token_ids, "max_tokens": max_tokens})
+        self._send({"ids": list(names), "prompts": list(prompts), "max_tokens": max_tokens})
         record = self._receive(ANSWER_TIMEOUT_S)
-        new = [int(token) for token in record["token_ids"]]
-        check_count(self.peer, name, len(new), max_tokens)
-        return new, float(record["seconds"])
+        answers = [[int(token) for token in tokens] for tokens in record["token_ids"]]
+        for name, tokens in zip(names, answers, strict=True):
+            check_count(self.peer, name, len(tokens), max_tokens)
+        return answers, float(record["seconds"])
 
     def close(self) -> None:
         """End the program; one that does not end by itself is stopped."""

@@ -45,18 +45,19 @@ OPTIONS: dict[str, str] = {
         "--served-model-name --max-model-len --max-num-seqs --max-batch-tokens --max-waiting --kv-tokens "
         "--prefix-cache --max-kv-ttl --host-cache-gb --disk-cache-dir --disk-cache-gb --device --dtype "
         "--kernels --deterministic --gpu-memory-utilization --cuda-graphs --overlap --timeout "
-        "--drain-timeout --api-key --api-key-file --allow-origins --max-body-mb --page --log-prompts "
-        "--log-level --ssl-certfile --ssl-keyfile --ssl-keyfile-password"
+        "--drain-timeout --step-timeout --api-key --api-key-file --allow-origins --max-body-mb --page "
+        "--log-prompts --log-level --ssl-certfile --ssl-keyfile --ssl-keyfile-password"
     ),
     "bench": (
-        "target --draft --shape --rule --knob --lossy --exact --data --limit --max-tokens --batch-size "
-        "--temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device --dtype "
-        "--deterministic --transformers --verify-cost --micro --trace --out --url --model --endpoint "
-        "--concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time --cold "
+        "target --draft --shape --rule --knob --lossy --exact --data --limit --spread --max-tokens "
+        "--batch-size --temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device "
+        "--dtype --deterministic --transformers --verify-cost --micro --trace --out --resume --url --model "
+        "--endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time --cold "
         "--ignore-eos --goodput --extra-body --request-timeout"
     ),
     "compare": (
-        "target --peer --draft --shape --data --limit --max-tokens --repeats --warm-up --adaptive --out"
+        "target --peer --draft --shape --data --limit --max-tokens --batch-size --repeats --warm-up "
+        "--adaptive --device --dtype --out"
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --weights --shape --batch-size --data "

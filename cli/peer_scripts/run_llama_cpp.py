@@ -32,13 +32,17 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     model = Llama(
         model_path=str(path),
         n_ctx=setup["max_model_len"],
+        n_gpu_layers=0 if setup["device"] == "cpu" else -1,
         n_threads=setup["threads"],
         n_threads_batch=setup["threads"],
         draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
         verbose=False,
     )
 
-    def answer(token_ids: list[int], max_tokens: int) -> list[int]:
+    def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        return [write(prompt, max_tokens) for prompt in prompts]
+
+    def write(token_ids: list[int], max_tokens: int) -> list[int]:
         # no prompt is answered from an earlier round
         model.reset()
         new: list[int] = []

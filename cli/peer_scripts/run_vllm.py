@@ -26,18 +26,18 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         model=setup["model"],
         dtype=setup["dtype"],
         # compiled graphs take minutes to start on a processor
-        enforce_eager=True,
+        enforce_eager=setup["device"] == "cpu",
         max_model_len=setup["max_model_len"],
-        max_num_seqs=8,
+        max_num_seqs=max(8, setup["batch_size"]),
         # no prompt is answered from an earlier round
         enable_prefix_caching=False,
         speculative_config=speculative,
     )
 
-    def answer(token_ids: list[int], max_tokens: int) -> list[int]:
+    def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        outputs = engine.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
-        return [int(token) for token in outputs[0].outputs[0].token_ids]
+        outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [[int(token) for token in one.outputs[0].token_ids] for one in outputs]
 
     import torch
     import vllm
@@ -47,7 +47,7 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"vllm": vllm.__version__},
         "weights": setup["dtype"],
         "settings": {
-            "enforce_eager": True,
+            "enforce_eager": setup["device"] == "cpu",
             "prefix_caching": False,
             "threads": torch.get_num_threads(),
             # the draft's name, not its place on this machine

@@ -30,7 +30,7 @@ def load(setup):
     if options.get("fail") == "start":
         raise ValueError("no such engine")
     print("an engine that talks to stdout")
-    def answer(token_ids, max_tokens):
+    def answer(prompts, max_tokens):
         if options.get("fail") == "answer":
             raise ValueError("out of luck")
         if options.get("fail") == "die":
@@ -38,7 +38,7 @@ def load(setup):
             sys.stderr.flush()
             import os; os._exit(3)
         short = int(options.get("short", 0))
-        return [token_ids[0]] * (max_tokens - short)
+        return [[ids[0]] * (max_tokens - short) for ids in prompts]
     return {{"engine": "fake", "versions": {{}}, "weights": "none", "settings": {{}}}}, answer
 
 serve(load)
@@ -78,8 +78,8 @@ def test_a_peer_s_own_printing_does_not_mix_with_its_answers(fake: None, tmp_pat
     try:
         assert process.facts["engine"] == "fake"
         for name in ("a", "b"):
-            tokens, seconds = process.answer(name, [7, 8], 5)
-            assert tokens == [7] * 5
+            answers, seconds = process.answer([name, "z"], [[7, 8], [9]], 5)
+            assert answers == [[7] * 5, [9] * 5]
             assert 0 <= seconds < 60
     finally:
         process.close()
@@ -90,13 +90,13 @@ def test_a_peer_s_own_printing_does_not_mix_with_its_answers(fake: None, tmp_pat
 )
 def test_a_failing_peer_says_why(fake: None, tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(SpecdecError, match=words):
-        started(text, tmp_path).answer("a", [1], 3)
+        started(text, tmp_path).answer(["a"], [[1]], 3)
 
 
 def test_a_dead_peer_leaves_its_last_words(fake: None, tmp_path: Path) -> None:
     process = started("fake,fail=die", tmp_path)
     with pytest.raises(SpecdecError, match="killed by the weather"):
-        process.answer("a", [1], 3)
+        process.answer(["a"], [[1]], 3)
     process.close()
 
 
@@ -104,7 +104,7 @@ def test_unequal_numbers_of_tokens_are_refused(fake: None, tmp_path: Path) -> No
     """An engine that stops early would look fast per prompt and slow per token."""
     process = started("fake,short=1", tmp_path)
     with pytest.raises(SpecdecError, match="wrote 4 tokens for prompt a instead of 5"):
-        process.answer("a", [1], 5)
+        process.answer(["a"], [[1]], 5)
     process.close()
 
 

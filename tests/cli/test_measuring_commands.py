@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.answers import finished_answers, ordered_prompts
+from specdec.cli.bench_figures import row_figures
 from specdec.cli.bootstrap import ratio_interval
 from specdec.cli.datasets import Prompt
 from specdec.cli.main import main
-from specdec.cli.measure import BenchPrompt, Measured, run_interleaved, summarise
+from specdec.cli.measure import BenchPrompt, Interleaved, Measured, run_interleaved
 from specdec.cli.shapes import parse_shape
 from specdec.errors import UsageError
 from specdec.stats import SpecStats
@@ -141,7 +142,9 @@ def test_bench_measures_every_setting_beside_plain(
     assert names == ["plain", "ngram chain:2", "ngram tree:2x2:4", "transformers"]
     for one in summary["settings"][1:]:
         assert one["identical"] == one["prompts"] == 5
-        assert one["speedup"] > 0
+        # another engine has no speed-up, which is against the same engine
+        assert one["relative" if one["setting"] == "transformers" else "speedup"] > 0
+        assert ("speedup" in one) != ("relative" in one)
     whole = json.loads(out.read_text())
     assert len(whole["per_prompt"]["plain"]) == 5
     assert whole["definitions"]["acceptance_length"]
@@ -172,7 +175,8 @@ def test_summary_arithmetic_to_the_last_digit() -> None:
         "plain": [[measured(4, 4.0, [])], [measured(10, 10.0, [])]],
         "fast": [[measured(4, 1.0, [2])], [measured(10, 5.0, [0, 1, 3, 3, 2])]],
     }
-    fast = summarise("fast", results, prompts)
+    run = Interleaved(rows=prompts, results=results, warm_up={"plain": [], "fast": []})
+    fast = row_figures("fast", run)
     # plain 14 tokens in 14 s, fast 14 tokens in 6 s
     assert fast["speedup"] == pytest.approx(14 / 6)
     assert fast["acceptance"]["acceptance_length"] == pytest.approx((3 + 14) / 6)
@@ -193,12 +197,20 @@ def test_every_setting_decodes_every_batch_in_turn() -> None:
         return decode
 
     decoders = {"a": decoder("a"), "b": decoder("b")}
-    results = run_interleaved(
-        decoders, prompts, batch_size=2, repeats=2, warm_up=1, on_progress=lambda done, note: None
+    run = run_interleaved(
+        decoders,
+        prompts,
+        batch_size=2,
+        repeats=2,
+        warm_up=1,
+        on_progress=lambda done, note: None,
+        reference="a",
     )
     assert calls[:2] == [("a", 2), ("b", 2)]  # warm-up
     assert [name for name, _ in calls[2:8]] == ["a", "b", "b", "a", "a", "b"]
-    assert all(len(repeats) == 2 for repeats in results["a"])
+    assert all(len(repeats) == 2 for repeats in run.results["a"])
+    assert [row.id for row in run.rows] == [prompt.id for prompt in prompts]
+    assert len(run.warm_up["b"]) == 2
 
 
 def test_bootstrap_interval_covers_the_ratio_and_needs_two_prompts() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.cli.bench_run import bench_prompts
+from specdec.cli.bench_points import bench_data
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
@@ -86,7 +86,7 @@ def test_every_path_builds_the_same_prompt_ids(target: Path, tmp_path: Path) -> 
 
     tokenizer, encoder = load_tokenizer(target), PromptEncoder(target)
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
-    bench = [prompt.token_ids for prompt in bench_prompts(encoder, str(prompts), None)]
+    bench = [prompt.token_ids for prompt in bench_data(encoder, str(prompts), None).first]
     engine = Engine(target, config=EngineConfig(kv_tokens=1024))
     served = engine.generate(chats, SamplingParams(max_tokens=5))
     assert bench == [result.prompt_token_ids for result in served]

@@ -1,0 +1,71 @@
+"""What must be alike before two speeds are set against one another: everything but speculation.
+
+Owns the list of what counts as speculation and the refusal. What a run's conditions are is read from the
+engine that ran, not from what was asked for. Does not know figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from specdec.engine import Engine
+from specdec.errors import SpecdecError
+from specdec.provenance import folder_fingerprint, hardware
+
+# fields of EngineConfig that say how to speculate, or only allow something that requests must name
+_SPECULATION = frozenset({"spec", "simulate_acceptance", "draft_weights", "pass_costs", "allow_lossy"})
+
+
+def engine_conditions(engine: Engine) -> dict[str, Any]:
+    """What an engine computes, with which settings, on which hardware; nothing of speculation."""
+    machine = hardware()
+    settings = {name: value for name, value in asdict(engine.config).items() if name not in _SPECULATION}
+    return {
+        **settings,
+        "target_fingerprint": folder_fingerprint(engine.target_folder),
+        "packed_matrices": engine.decoder.num_packed,
+        "plain_matrices": engine.decoder.num_plain,
+        "cpu": machine["cpu"],
+        "cores": machine["cores"],
+        "threads": machine["torch_threads"],
+        "gpus": machine["gpus"],
+    }
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What differs, with both values; empty when a speed-up may be taken."""
+    return [
+        f"{name} ({one.get(name)!r} and {other.get(name)!r})"
+        for name in sorted({*one, *other})
+        if one.get(name) != other.get(name)
+    ]
+
+
+def record_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The same of two records of `specdec bench`, whose rows would be set against one another.
+
+    Records from before conditions were kept differ in all of them: nothing is known to be alike.
+    """
+    mine, theirs = one.get("conditions"), other.get("conditions")
+    if mine is None or theirs is None:
+        return ["conditions (not in both records)"]
+    return differences(mine, theirs)
+
+
+def require_comparable(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuse a speed-up between runs that differ in anything but speculation.
+
+    Args:
+        what: names both sides.
+        one: conditions of the one.
+        other: of the other.
+
+    Raises:
+        SpecdecError: naming what differs.
+    """
+    if found := differences(one, other):
+        raise SpecdecError(
+            f"no speed-up of {what}: beside speculation they differ in {', '.join(found)}; measure both alike"
+        )
