@@ -74,6 +74,10 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")
     ] = 30.0,
+    step_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of one engine step after which it hangs and all ends; 0: no."),
+    ] = 300.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,6 +146,7 @@ def serve(
             max_waiting=max_waiting,
             max_body_bytes=int(max_body_mb * 1e6),
             drain_timeout_s=drain_timeout,
+            step_timeout_s=step_timeout,
             max_deadline_s=timeout,
             default_rule=rule,
             default_knobs=parse_knobs(knob or ()),
@@ -180,17 +185,20 @@ def serve(
     if max_model_len is not None and max_model_len > limit:
         raise SpecdecError(f"--max-model-len ({max_model_len}) exceeds the target's context ({limit})")
 
-    from specdec.cli.serve_run import start
+    from specdec.cli.serve_run import leave, start
 
-    summary, code = start(target, draft, engine_config, config, bound, tls, log_level)
-    emit_json(summary)
-    if code:
-        raise typer.Exit(code)
+    served = start(target, draft, engine_config, config, bound, tls, log_level)
+    emit_json(served.summary)
+    if served.hangs:
+        leave(served.exit_code)
+    if served.exit_code:
+        raise typer.Exit(served.exit_code)
 
 
 _FLAGS = {
     "max_deadline_s": "--timeout",
     "drain_timeout_s": "--drain-timeout",
+    "step_timeout_s": "--step-timeout",
     "max_kv_ttl_s": "--max-kv-ttl",
     "model_names": "--served-model-name",
     "api_keys": "--api-key",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from typing import Any
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from specdec.config import EngineConfig
 from specdec.engine import Engine
@@ -15,6 +18,17 @@ from specdec.server.run import run_server
 from specdec.server.service import Service
 from specdec.server.tls import TlsFiles
 
+_SETTLE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What came of a server: counts, its exit code, and whether its engine's thread hangs."""
+
+    summary: dict[str, Any]
+    exit_code: int
+    hangs: bool
+
 
 def start(
     target: str,
@@ -24,8 +38,8 @@ def start(
     bound: socket.socket,
     tls: TlsFiles,
     log_level: str,
-) -> tuple[dict[str, Any], int]:
-    """Serve until the end; returns what was served, and the exit code.
+) -> Served:
+    """Serve until the end.
 
     Raises:
         SpecdecError: a target, draft or default rule that does not do.
@@ -41,4 +55,16 @@ def start(
     log_json(log_level)
     service = Service(engine, config)
     code = run_server(service, bound, tls)
-    return {"target": target, "draft": draft, **service.metrics.totals(), "fault": service.loop.fault}, code
+    ended = service.loop.join()
+    if ended and engine.prefixes is not None and engine.prefixes.tiers is not None:
+        # blocks on their way to the disk
+        engine.prefixes.tiers.settle(_SETTLE_S)
+    summary = {"target": target, "draft": draft, **service.metrics.totals(), "fault": service.loop.fault}
+    return Served(summary=summary, exit_code=code, hangs=not ended)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process although a thread hangs, for which the interpreter's own end would wait."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

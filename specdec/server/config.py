@@ -48,6 +48,8 @@ class ServerConfig:
             request is ended, so that slow readers cost bounded memory and nobody else's time.
         retry_after_s: what a 429 tells the client to wait.
         drain_timeout_s: time that running requests get after SIGTERM.
+        step_timeout_s: longest step of the engine; beyond, it hangs, and the server tells its clients and
+            ends. 0: none. The first steps on a card compile kernels.
         max_deadline_s: longest deadline of a request, and the deadline of those that give none; None: no
         limit.
         default_rule: rule of requests that name none, with its knobs; None: the exact one that suits.
@@ -69,6 +71,7 @@ class ServerConfig:
     max_buffered_tokens: int = 8192
     retry_after_s: int = 1
     drain_timeout_s: float = 30.0
+    step_timeout_s: float = 300.0
     max_deadline_s: float | None = None
     default_rule: str | None = None
     default_knobs: Mapping[str, float | str] = field(default_factory=dict)
@@ -81,7 +84,13 @@ class ServerConfig:
             raise SpecdecError("model_names must hold at least one name, and no empty one")
         for name in ("max_choices", "max_prompts", "max_body_bytes", "max_reading_bytes"):
             _check_at_least(name, getattr(self, name), 1)
-        for name in ("max_waiting", "max_buffered_tokens", "retry_after_s", "drain_timeout_s"):
+        for name in (
+            "max_waiting",
+            "max_buffered_tokens",
+            "retry_after_s",
+            "drain_timeout_s",
+            "step_timeout_s",
+        ):
             _check_at_least(name, getattr(self, name), 0)
         if self.max_deadline_s is not None:
             _check_at_least("max_deadline_s", self.max_deadline_s, 0.001)

@@ -1,8 +1,13 @@
 """The engine in a thread of its own, behind a front that belongs to the event loop.
 
 Owns the bound on waiting requests, the order of commands, what happens when a step fails, and the word to
-everybody when the thread dies. A failed step ends the requests it worked on and no others; steps that go on
-failing, or bookkeeping that is no longer sound, end the thread.
+everybody when the thread dies or hangs (`watchdog`). A failed step ends the requests it worked on and no
+others; steps that go on failing, or bookkeeping that is no longer sound, end the thread, and the server.
+
+A thread and not a process: torch lets other threads run while it computes, so the event loop answers during
+steps; tokens, log-probabilities and metrics cross without being copied and serialised at every step; and the
+two can only die together, so that no client waits on a server whose engine is gone: the system closes every
+connection of a killed process at once, and whatever started the server starts both again.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from specdec.server.meters import SequenceMeter
 from specdec.server.metrics import ServerMetrics
 from specdec.server.problems import Problem, engine_failed
 from specdec.server.tickets import Ticket
+from specdec.server.watchdog import Watchdog
 
 logger = logging.getLogger("specdec.server")
 
@@ -79,6 +85,10 @@ class EngineLoop:
         self._admission = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specdec-admission")
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+        # written by the thread alone
+        self._num_turns = 0
+        self._in_turn = False
         # of the thread alone
         self._live: dict[Ticket, list[SequenceMeter]] = {}
         self._failed_steps = 0
@@ -92,15 +102,25 @@ class EngineLoop:
         """Begin to step."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        if self.config.step_timeout_s:
+            dog = Watchdog(self.config.step_timeout_s, self._turn, self._died)
+            self._watching = self._loop.create_task(dog.watch())
 
     def stop(self) -> None:
         """Let the thread end after the step it is in."""
         self._commands.put(None)
+        if self._watching is not None:
+            self._watching.cancel()
         self._admission.shutdown(wait=False, cancel_futures=True)
 
-    def join(self) -> None:
-        """Wait a little for the thread to end: after `stop`, and when nobody awaits it any more."""
-        self._thread.join(_JOIN_S)
+    def join(self) -> bool:
+        """Wait a little for the thread to end: after `stop`, and when nobody awaits it any more.
+
+        Returns:
+            False when it has not ended: it hangs.
+        """
+        self._thread.join(0 if self._in_turn and self.fault is not None else _JOIN_S)
+        return not self._thread.is_alive()
 
     def check_room(self, count: int = 1) -> None:
         """Refuse `count` more sequences when there is no place for them.
@@ -210,7 +230,13 @@ class EngineLoop:
             self._tickets.discard(ticket)
             self._let_go(len(ticket.sequences))
 
+    def _turn(self) -> int | None:
+        """The number of the turn the thread is in, None while it waits for work."""
+        return self._num_turns if self._in_turn else None
+
     def _died(self, fault: str) -> None:
+        if self.fault is not None:
+            return
         self.fault = fault
         for ticket in list(self._tickets):
             ticket.fail(engine_failed(fault))
@@ -223,8 +249,10 @@ class EngineLoop:
         try:
             while self._take_commands():
                 self._step()
+                self._num_turns += 1
         except BaseException as error:
             logger.exception("the engine's thread died")
+            self._in_turn = False
             self._tell(self._died, f"{type(error).__name__}: {error}"[:500])
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
@@ -238,9 +266,11 @@ class EngineLoop:
         """Do what was asked since the last step, waiting for it when there is no work; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=not self.engine.scheduler.has_work)
+                self._in_turn = self.engine.scheduler.has_work
+                command = self._commands.get(block=not self._in_turn)
             except queue.Empty:
                 return True
+            self._in_turn = True
             if command is None:
                 return False
             if isinstance(command, _Add):

@@ -1,7 +1,7 @@
 """The running server: signals, draining, the end.
 
-Owns what a first and a second SIGTERM do, and the exit code: 0 after a drain, 1 when the engine died, 130
-when somebody insisted.
+Owns what a first and a second SIGTERM do, and the exit code: 0 after a drain, 1 when the engine died or hung,
+130 when somebody insisted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from specdec.server.problems import Problem
 from specdec.server.service import Service
 from specdec.server.sockets import url_of
 from specdec.server.tls import TlsFiles
+from specdec.server.watchdog import LastResort
 
 logger = logging.getLogger("specdec.server")
 
@@ -28,14 +29,25 @@ _BACKLOG = 2048
 
 
 class DrainingServer(uvicorn.Server):
-    """Lets running requests finish after the first signal, and leaves at the second."""
+    """Lets running requests finish after the first signal, and leaves at the second.
 
-    def __init__(self, config: uvicorn.Config, service: Service, url: str = "") -> None:
+    Args:
+        config: uvicorn's.
+        service: what is served.
+        url: where, for the log.
+        ends_process: whether the process is the server's alone, and ends should its event loop stand still.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, url: str = "", *, ends_process: bool = False
+    ) -> None:
         super().__init__(config)
+        self._ends_process = ends_process
         self.exit_code = 0
         self._service = service
         self._url = url
         self._drain: asyncio.Task[None] | None = None
+        self._last_resort: asyncio.Task[None] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         service.loop.on_death = self._engine_died
 
@@ -54,6 +66,9 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         self._event_loop = asyncio.get_running_loop()
+        if self._ends_process and self._service.config.step_timeout_s:
+            awake = LastResort(self._service.config.step_timeout_s).keep_awake()
+            self._last_resort = self._event_loop.create_task(awake)
         await super().startup(sockets=sockets)
         fields = {"url": self._url, "models": list(self._service.config.model_names)}
         logger.info("ready", extra={"fields": fields})
@@ -94,7 +109,7 @@ def run_server(service: Service, bound: socket.socket, tls: TlsFiles | None = No
         ssl_keyfile=files.keyfile,
         ssl_keyfile_password=files.keyfile_password,
     )
-    server = DrainingServer(config, service, url_of(bound, tls=files.certfile is not None))
+    url = url_of(bound, tls=files.certfile is not None)
+    server = DrainingServer(config, service, url, ends_process=True)
     server.run(sockets=[bound])
-    service.loop.join()
     return server.exit_code

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,53 @@ def test_a_dead_engine_tells_everybody_and_ends_the_server(
         wait_for(lambda: server.server.should_exit)
         assert server.server.exit_code == 1
         assert server.service.not_ready is not None
+
+
+def test_a_hung_engine_tells_everybody_and_ends_the_server(
+    make_engine: Callable[..., Any],
+    solo: Any,
+    serving: Any,
+    wait_for: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = threading.Event()
+    with serving(make_engine(solo, max_num_seqs=2), step_timeout_s=0.3) as server:
+        stream = server.connect(TEXT, {**LONG, "stream": True})
+        wait_for(lambda: server.engine.scheduler.running)
+        answers: list[Any] = []
+        threads = [threading.Thread(target=lambda: answers.append(server.post(TEXT, LONG))) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.service.loop.outstanding == 6)
+        step = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: (release.wait(60), step())[1])
+        try:
+            for thread in threads:
+                thread.join(20)
+                assert not thread.is_alive(), "a client was left hanging"
+            assert [status for status, _ in answers] == [500] * 5
+            assert {answer["error"]["message"] for _, answer in answers} == {
+                "the engine failed: a step took more than 0.3 s"
+            }
+            received = b""
+            while data := stream.recv(1 << 16):
+                received += data
+            assert b'"code":"engine_error"' in received
+            assert b"[DONE]" in received
+            wait_for(lambda: server.server.should_exit)
+            assert server.server.exit_code == 1
+            assert not server.service.loop.join(), "the thread still hangs"
+        finally:
+            release.set()
+            stream.close()
+
+
+def test_waiting_for_work_is_no_hang(make_engine: Callable[..., Any], solo: Any, serving: Any) -> None:
+    with serving(make_engine(solo), step_timeout_s=0.2) as server:
+        assert server.post(TEXT, {**LONG, "max_tokens": 2})[0] == 200
+        time.sleep(0.6)
+        assert server.post(TEXT, {**LONG, "max_tokens": 2})[0] == 200
+        assert server.service.loop.fault is None
 
 
 def test_bad_logits_of_one_request_end_that_one_only(

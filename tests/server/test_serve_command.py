@@ -1,5 +1,6 @@
 """`specdec serve` as a process: what is wrong is one line within moments, signals are obeyed."""
 
+import http.client
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,41 +120,88 @@ def test_speculative_configs_of_other_engines_mean_what_they_mean_there() -> Non
     assert (block.draft, block.rule) == ("eagle-x", "block")
 
 
-@pytest.fixture
-def process(served_target: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server of its own, ready, and its address."""
-    code = "import sys; from specdec.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = ["serve", str(served_target), "--draft", "ngram", "--port", "0", "--served-model-name", "t"]
+def started(target: Path, code: str, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """A server in a process of its own, ready, and its address."""
+    line = ["serve", str(target), "--draft", "ngram", "--port", "0", "--served-model-name", "t", *words]
     running = subprocess.Popen(
-        [sys.executable, "-c", code, *words],
+        [
+            sys.executable,
+            "-c",
+            f"{code}\nimport sys; from specdec.cli.main import main; sys.exit(main(sys.argv[1:]))",
+            *line,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "SPECDEC_API_KEY": "k"},
     )
     assert running.stderr is not None
-    for line in running.stderr:
-        if line.startswith("{") and (said := json.loads(line))["event"] == "ready":
-            break
-    else:
-        pytest.fail(f"the server ended with {running.wait()}")
-    yield running, said["url"]
+    for said in running.stderr:
+        if said.startswith("{") and (event := json.loads(said))["event"] == "ready":
+            return running, event["url"]
+    pytest.fail(f"the server ended with {running.wait()}")
+
+
+@pytest.fixture
+def process(served_target: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    running, url = started(served_target, "")
+    yield running, url
     running.kill()
     running.wait()
+
+
+HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer k"}
+ENDLESS = {"prompt": "the", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+def test_clients_of_a_killed_server_hear_of_it_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
+    """After kill -9 no process holds a client's connection open, and the exit code is not 0."""
+    running, url = process
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(ENDLESS).encode(), HEADERS)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.readline().startswith(b"data: {")
+        running.kill()
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.read()
+    assert running.wait(20) == -signal.SIGKILL
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}/health", timeout=60)
+
+
+# a C function called with Python's lock held, as a broken extension would hang
+HANGS = """
+import ctypes
+from specdec.engine import Engine
+Engine.step = lambda self: ctypes.PyDLL(None).sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_that_stops_the_event_loop_too_ends_the_process(served_target: Path) -> None:
+    running, url = started(served_target, HANGS, "--step-timeout", "1")
+    try:
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(ENDLESS).encode(), HEADERS)
+        with pytest.raises((http.client.HTTPException, OSError)):
+            urllib.request.urlopen(request, timeout=60).read()
+        _, log = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 1
+    assert "Timeout" in log
+    assert "specdec-engine" in log or "engine_loop.py" in log
 
 
 def test_sigterm_lets_a_request_finish_and_ends_with_a_summary(
     process: tuple[subprocess.Popen[str], str],
 ) -> None:
     running, url = process
-    body = json.dumps({"prompt": "the", "max_tokens": 300, "ignore_eos": True}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
+    body = {"prompt": "the", "max_tokens": 300, "ignore_eos": True}
     answers: list[dict[str, Any]] = []
     first = threading.Event()
 
     def ask() -> None:
-        stream = json.dumps({**json.loads(body), "stream": True, "stream_options": {"include_usage": True}})
-        request = urllib.request.Request(f"{url}/v1/completions", stream.encode(), headers)
+        stream = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+        request = urllib.request.Request(f"{url}/v1/completions", stream.encode(), HEADERS)
         with urllib.request.urlopen(request, timeout=60) as response:
             for line in response:
                 if line.startswith(b"data: {"):
