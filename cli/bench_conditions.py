@@ -14,6 +14,11 @@ from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.provenance import folder_fingerprint, hardware
 
+# sizes, and caches that a bench leaves empty: no answer's time depends on them
+_ROOM = frozenset(
+    {"kv_tokens", "kv_memory_bytes", "max_num_seqs", "gpu_memory_utilization", "max_kv_ttl_s"}
+    | {"host_cache_gb", "disk_cache_dir", "disk_cache_gb"}
+)
 # fields of EngineConfig that say how to speculate, or only allow something that requests must name
 _SPECULATION = frozenset({"spec", "simulate_acceptance", "draft_weights", "pass_costs", "allow_lossy"})
 
@@ -21,7 +26,8 @@ _SPECULATION = frozenset({"spec", "simulate_acceptance", "draft_weights", "pass_
 def engine_conditions(engine: Engine) -> dict[str, Any]:
     """What an engine computes, with which settings, on which hardware; nothing of speculation."""
     machine = hardware()
-    settings = {name: value for name, value in asdict(engine.config).items() if name not in _SPECULATION}
+    left_out = _SPECULATION | _ROOM
+    settings = {name: value for name, value in asdict(engine.config).items() if name not in left_out}
     return {
         **settings,
         "target_fingerprint": folder_fingerprint(engine.target_folder),
