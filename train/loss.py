@@ -19,6 +19,7 @@ from specdec.drafts.eagle3 import Eagle3Head
 from specdec.kernels import kernel, kernel_backend
 from specdec.train.batching import RowBatch
 from specdec.train.config import LossKind
+from specdec.train.packed_rows import packed_product
 from specdec.train.unroll import unroll
 
 # how far below the first choice the logit of a token lies that top-k distillation leaves out
@@ -32,7 +33,8 @@ class Teacher:
     `final` [rows, hidden] normed states; `log_norm` [rows] over the whole vocabulary; `weight` [draft_vocab,
     hidden] its output rows; `argmax_draft_ids` [rows] draft id of its first choice, -1 where not sayable.
     `top_k` keeps the most probable tokens of the draft vocabulary and takes the chance of all others for 0
-    (top-k distillation, after HASS, arXiv:2408.15766); A is then that of the kept tokens alone.
+    (top-k distillation, after HASS, arXiv:2408.15766); A is then that of the kept tokens alone. `packed` is
+    `weight` as `packed_rows` lays it out.
     """
 
     final: Tensor
@@ -40,10 +42,12 @@ class Teacher:
     weight: Tensor
     argmax_draft_ids: Tensor
     top_k: int | None = None
+    packed: Tensor | None = None
 
     def logits(self, rows: Tensor) -> Tensor:
         """Logits of the draft vocabulary [len(rows), draft_vocab]."""
-        logits = self.final[rows].to(self.weight.dtype) @ self.weight.T
+        final = self.final[rows].to(self.weight.dtype)
+        logits = final @ self.weight.T if self.packed is None else packed_product(final, self.packed)
         if self.top_k is None or self.top_k >= logits.shape[-1]:
             return logits
         kept, ids = logits.topk(self.top_k, dim=-1)

@@ -36,6 +36,7 @@ from specdec.train.batching import (
 from specdec.train.checkpoint import TrainState, latest_state, load_state, save_state
 from specdec.train.config import TrainConfig
 from specdec.train.loss import LossOptions, Teacher, UnrolledLoss, unrolled_loss
+from specdec.train.packed_rows import packed_rows
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource
 
@@ -65,12 +66,15 @@ class TrainOutcome:
 class Objective(nn.Module):
     """A head and the loss of a batch: the module whose forward is wrapped for mixed precision."""
 
-    def __init__(self, head: Eagle3Head, teacher_rows: Tensor, config: TrainConfig) -> None:
+    def __init__(
+        self, head: Eagle3Head, teacher_rows: Tensor, config: TrainConfig, device: torch.device
+    ) -> None:
         super().__init__()
         self.head = head
         self.config = config
         self.compute_dtype = torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
         self.register_buffer("teacher_rows", teacher_rows, persistent=False)
+        self._packed_rows = packed_rows(teacher_rows.to(device))
         # a shift common to all logits changes no probability; without it bf16 logits are small and finer.
         centred = teacher_rows - teacher_rows.mean(0)
         self.register_buffer("student_rows", centred.to(self.compute_dtype), persistent=False)
@@ -89,6 +93,7 @@ class Objective(nn.Module):
             self.teacher_rows,
             self.draft_ids[batch.argmax.long()],
             self.config.distill_top_k,
+            self._packed_rows,
         )
         options = LossOptions(self.config.loss, self.config.loss_chunk_rows, self.compute_dtype, measure)
         weight = self.head.head_weight if own else self.student_rows
@@ -145,7 +150,7 @@ class Trainer:
                 "supported; start without accelerate launch"
             )
         self.head = head
-        objective = Objective(head, source.output_rows(head.vocab.ids), config)
+        objective = Objective(head, source.output_rows(head.vocab.ids), config, self.accelerator.device)
         decayed = [p for p in head.parameters() if p.requires_grad and p.dim() > 1]
         plain = [p for p in head.parameters() if p.requires_grad and p.dim() <= 1]
         groups = [

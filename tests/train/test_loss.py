@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.train.config import LOSS_KINDS, LossKind
 from specdec.train.loss import LossOptions, Teacher, distill, unrolled_loss
+from specdec.train.packed_rows import packed_rows
 
 ROWS, DRAFT, HIDDEN, VOCAB = 9, 7, 5, 20
 
@@ -211,3 +212,16 @@ def test_splitting_a_batch_changes_no_gradient(
         return torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
 
     assert (gradient([[0, 1, 2]]) - gradient([[0], [1, 2]])).abs().max() < 1e-10
+
+
+def test_rows_laid_out_for_onednn_give_the_same_law() -> None:
+    """fp32 sums in another order, nothing else; a card and fp64 go without."""
+    generator = torch.Generator().manual_seed(0)
+    weight, final = (torch.randn(rows, 33, generator=generator) for rows in (75, 9))
+    packed = packed_rows(weight)
+    if packed is None:
+        pytest.skip("this build of torch has no oneDNN")
+    plain = Teacher(final, torch.zeros(9), weight, torch.zeros(9))
+    rows = torch.tensor([0, 3, 8])
+    assert (replace(plain, packed=packed).logits(rows) - plain.logits(rows)).abs().max() < 1e-5
+    assert packed_rows(weight.double()) is None
