@@ -1,8 +1,8 @@
-"""In which order idle blocks are given up: by age, pinned ones last and by the end of their pins."""
+"""In which order idle blocks are given up: by age, pinned ones last, those of whoever pins most first."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 # beyond what is needed, one unpinned block in so many is given up too: what a full pool hands out next is
@@ -14,8 +14,9 @@ class IdleOrder:
     """Blocks that nobody uses, and the pins of any block.
 
     A pin is a moment until which a block is kept before unpinned ones. It never holds a block against a live
-    request: pinned blocks are given up when nothing else is idle, the pin that ends first before the others.
-    At most `max_pinned` blocks are pinned; beyond, the pins that end first are dropped.
+    request: pinned blocks are given up when nothing else is idle. At most `max_pinned` blocks are pinned;
+    beyond, pins are dropped. Either way the owner with the most pinned blocks gives first, and of its own the
+    pin that ends first: who asks for longer or for more does not push out the others.
     """
 
     def __init__(self, max_pinned: int) -> None:
@@ -23,6 +24,7 @@ class IdleOrder:
         self._unpinned: OrderedDict[int, None] = OrderedDict()
         self._pinned: OrderedDict[int, None] = OrderedDict()
         self._until: dict[int, float] = {}
+        self._owner: dict[int, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._unpinned) + len(self._pinned)
@@ -43,7 +45,7 @@ class IdleOrder:
         if self._until.get(block, now) > now:
             self._pinned[block] = None
         else:
-            self._until.pop(block, None)
+            self.forget_pin(block)
             self._unpinned[block] = None
 
     def remove(self, block: int) -> None:
@@ -56,19 +58,21 @@ class IdleOrder:
     def forget_pin(self, block: int) -> None:
         """The block's content is no longer what was pinned."""
         self._until.pop(block, None)
+        self._owner.pop(block, None)
 
-    def pin(self, blocks: list[int], until: float, now: float) -> None:
+    def pin(self, blocks: list[int], until: float, now: float, owner: str | None = None) -> None:
         """Pin blocks that are in use; a pin never gets shorter."""
         for block in blocks:
             assert block not in self, "blocks are pinned before they become idle"
             self._until[block] = max(until, self._until.get(block, until))
+            self._owner[block] = owner
         self._unpin_ended(now)
         surplus = len(self._until) - self.max_pinned
         if surplus > 0:
             # of one text's blocks, which end together, the last ones lose their pins first
             position = {block: place for place, block in enumerate(blocks)}
             order = sorted(self._until, key=lambda block: (self._until[block], -position.get(block, 0)))
-            self._unpin(order[:surplus])
+            self._unpin(self._fair(order, surplus))
 
     def take(self, count: int, now: float) -> list[int]:
         """Give up at least `count` idle blocks."""
@@ -78,13 +82,24 @@ class IdleOrder:
         taken = [self._unpinned.popitem(last=False)[0] for _ in range(spare)]
         if (missing := count - len(taken)) > 0:
             # a stable sort: of blocks whose pins end together the first to become idle, a text's end
-            order = sorted(self._pinned, key=self._until.__getitem__)[:missing]
+            order = self._fair(sorted(self._pinned, key=self._until.__getitem__), missing)
             for block in order:
                 del self._pinned[block]
             taken += order
         for block in taken:
-            self._until.pop(block, None)
+            self.forget_pin(block)
         return taken
+
+    def _fair(self, order: list[int], count: int) -> list[int]:
+        """So many of the blocks in `order`, one after the other from the owner that has most left."""
+        left: dict[str | None, deque[tuple[int, int]]] = {}
+        for place, block in enumerate(order):
+            left.setdefault(self._owner[block], deque()).append((place, block))
+        chosen = []
+        for _ in range(count):
+            most = max(left.values(), key=lambda blocks: (len(blocks), -blocks[0][0] if blocks else 0))
+            chosen.append(most.popleft()[1])
+        return chosen
 
     def _unpin_ended(self, now: float) -> None:
         self._unpin([block for block, until in self._until.items() if until <= now])
@@ -93,7 +108,7 @@ class IdleOrder:
         """End pins; the idle ones among them are older than what became idle unpinned since."""
         ended = set(blocks)
         for block in ended:
-            del self._until[block]
+            self.forget_pin(block)
         idle = [block for block in self._pinned if block in ended]
         for block in reversed(idle):
             del self._pinned[block]

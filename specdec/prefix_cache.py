@@ -4,6 +4,10 @@ A full block of verified tokens is found by a chained hash (SHA-256) of all toke
 request's salt: equal hashes are equal prefixes of the same tenant. Blocks that nobody uses stay, least
 recently used ones are given up first, and then go to colder tiers where there are any (`specdec.cold_tiers`).
 
+Where a text leaves the blocks that are known, its first rows in the next block are copied from the block that
+agrees longest with it: another text's, or the open block at the end of a finished one. So what a later turn
+computes again is a row or two, not a block.
+
 A drafter's row k lies in the same block and depends on token k+1 too, so the last draft row of a block is
 right for one next token only. A block with draft rows is therefore found by the next token as well, and keeps
 its boundary state (the target's taps of its last row). Where only another continuation's block is there, its
@@ -16,7 +20,6 @@ Knows tokens and block numbers; the rows themselves are moved by `BlockStorage`.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,9 +29,9 @@ from torch import Tensor
 from specdec.blocks import BlockManager
 from specdec.cold_tiers import BlockKey, ColdBlock, ColdTiers
 from specdec.idle_blocks import IdleOrder
+from specdec.prefix_index import NO_DRAFT, CachedBlock, Part, PrefixIndex, chain_hash
+from specdec.prefix_stage import keys_to_stage
 from specdec.sequence import Sequence
-
-NO_DRAFT = -1  # the "next token" of blocks whose draft rows nobody made or needs
 
 
 class BlockStorage(Protocol):
@@ -45,16 +48,6 @@ class BlockStorage(Protocol):
     def write(self, block: int, rows: Tensor) -> bool:
         """Put rows that `read` gave into a block; False when they are not of this shape."""
         ...
-
-
-@dataclass(frozen=True)
-class CachedBlock:
-    """What a block of the pool holds: its key, the hash before it, its tokens and its boundary state."""
-
-    key: BlockKey
-    parent: bytes
-    tokens: tuple[int, ...]
-    state: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class PrefixCounts:
     resumed: int = 0  # tokens that preempted requests got back
     evicted: int = 0  # blocks given up
     fetched: int = 0  # blocks that came back from a colder tier
-    copied: int = 0  # blocks copied because the text went on differently
+    copied: int = 0  # blocks copied, whole or in part, because the text went on differently
 
 
 class PrefixCache:
@@ -106,8 +99,7 @@ class PrefixCache:
         self.tiers = tiers
         self._storage = storage
         self._clock = clock
-        self._index: dict[bytes, dict[int, int]] = {}
-        self._entries: dict[int, CachedBlock] = {}
+        self._index = PrefixIndex()
         self._order = IdleOrder(max_pinned)
 
     # what the block manager asks
@@ -118,7 +110,7 @@ class PrefixCache:
 
     def retire(self, block: int) -> bool:
         """Keep a block whose last user left, if it is in the index."""
-        if block not in self._entries:
+        if block not in self._index:
             return False
         self._order.add(block, self._clock())
         return True
@@ -130,8 +122,10 @@ class PrefixCache:
         """Give up at least so many idle blocks: unpinned ones by age, then pinned ones by when pins end."""
         blocks = self._order.take(count, self._clock())
         for block in blocks:
-            entry = self._forget(block)
-            if self.tiers is not None and not self.tiers.holds(entry.key):
+            entry = self._index.forget(block)
+            # an open block is found by its tokens, which the colder tiers do not know
+            whole = len(entry.tokens) == self.block_size
+            if whole and self.tiers is not None and not self.tiers.holds(entry.key):
                 self.tiers.put(entry.key, ColdBlock(self._storage.read(block), entry.state))
         self.counts.evicted += len(blocks)
         return blocks
@@ -141,7 +135,7 @@ class PrefixCache:
     @property
     def num_cached(self) -> int:
         """Blocks of the pool that the index knows."""
-        return len(self._entries)
+        return len(self._index)
 
     @property
     def num_pinned(self) -> int:
@@ -157,31 +151,36 @@ class PrefixCache:
         """
         assert not seq.block_table, "a prefix is restored to a fresh sequence"
         hits = self._match(seq)
+        part = self._longest_part(seq, len(hits)) if not hits or hits[-1].exact else None
         shared = [hit.block for hit in hits if hit.exact and hit.block is not None]
         for block in shared:
             blocks.share(block)
+        # what is copied must not be given up for the blocks that are taken meanwhile
+        source = part.block if part else hits[-1].block if hits and not hits[-1].exact else None
+        kept = [] if source is None else [source]
+        for block in kept:
+            blocks.share(block)
+        if kept and not blocks.can_extend(shared, num_rows):
+            blocks.release(kept)
+            part, hits = None, [hit for hit in hits if hit.exact]
         if not blocks.can_extend(shared, num_rows):
             blocks.release(shared)
             return False
-        table, found, left = seq.block_table, 0, shared[::-1]
-        for hit in hits:
-            if not hit.exact:
-                found += self._restore_copy(seq, hit, blocks, num_rows)
-                break
-            if hit.block is not None:
-                table.append(left.pop())
-            else:
-                blocks.extend(table, (len(table) + 1) * self.block_size)
-                if not self._fetch(hit.key, table[-1], seq):
-                    break
-            found += 1
-            seq.num_indexed = found
-            seq.draft_computed = found * self.block_size if seq.prefix_use == "draft" else 0
-        blocks.release(left)
-        seq.num_computed = found * self.block_size
-        blocks.extend(table, num_rows)
+        self._restore_hits(seq, hits, part, shared[::-1], blocks)
+        blocks.release(kept)
+        blocks.extend(seq.block_table, num_rows)
         self._count(seq)
         return True
+
+    def stage(self, seq: Sequence) -> None:
+        """Have blocks of its text that lie on a disk brought to hand.
+
+        Called by whoever prepares it, in any thread, before the scheduler has it; waits for the disk.
+        """
+        if self.tiers is not None and seq.prefix_use != "none":
+            count = (len(seq.token_ids) - 1) // self.block_size
+            hashes = self._hashes(seq, count)
+            self.tiers.stage(keys_to_stage(seq, hashes[1:], self.block_size, self._index, self.tiers))
 
     def index(self, seq: Sequence) -> None:
         """Make a sequence's newly filled blocks known; only rows of committed tokens count.
@@ -196,44 +195,57 @@ class PrefixCache:
             rows = min(rows, seq.draft_computed)
         size = self.block_size
         for number in range(seq.num_indexed, rows // size):
-            next_token = seq.token_ids[(number + 1) * size] if with_draft else NO_DRAFT
-            hashes = self._hashes(seq, number + 1)
-            entry = CachedBlock(
-                key=(hashes[number + 1], next_token),
-                parent=hashes[number],
-                tokens=tuple(seq.token_ids[number * size : (number + 1) * size]),
-                state=seq.boundary_states.pop(number) if with_draft else None,
-            )
-            self._insert(entry, seq.block_table[number])
+            state = seq.boundary_states.pop(number) if with_draft else None
+            self._add(seq, number, (number + 1) * size, state)
             seq.num_indexed = number + 1
 
-    def pin(self, block_table: list[int], until: float) -> None:
+    def index_end(self, seq: Sequence) -> None:
+        """Make the open block at the end of a text known that will not be written any more."""
+        if seq.prefix_use == "none":
+            return
+        rows = min(seq.num_computed, len(seq.token_ids) - 1)
+        if seq.prefix_use == "draft":
+            rows = min(rows, seq.draft_computed)
+        number = seq.num_indexed
+        first = number * self.block_size
+        if first < rows < first + self.block_size:
+            parent, text = self._hashes(seq, number)[number], seq.token_ids[first : rows + 1]
+            with_draft = seq.prefix_use == "draft"
+            known = self._index.longest_part(parent, text, rows - first, with_draft=with_draft)
+            if known is None or known.rows < rows - first:
+                self._add(seq, number, rows, None)
+
+    def _add(self, seq: Sequence, number: int, end: int, state: Tensor | None) -> None:
+        """Put a block of a sequence into the index, with its rows before `end`."""
+        tokens = tuple(seq.token_ids[number * self.block_size : end])
+        parent = self._hashes(seq, number)[number]
+        next_token = seq.token_ids[end] if seq.prefix_use == "draft" else NO_DRAFT
+        entry = CachedBlock((chain_hash(parent, tokens), next_token), parent, tokens, state)
+        self._index.add(entry, seq.block_table[number])
+
+    def pin(self, block_table: list[int], until: float, owner: str | None = None) -> None:
         """Give up a text's blocks after all unpinned ones, up to a moment of the clock."""
-        self._order.pin([block for block in block_table if block in self._entries], until, self._clock())
+        self._order.pin([block for block in block_table if block in self._index], until, self._clock(), owner)
 
     def forget(self, block_table: list[int]) -> None:
         """Take blocks that are in use out of the index: their rows are not to be trusted."""
         for block in block_table:
-            if block in self._entries:
-                self._forget(block)
+            if block in self._index:
+                self._index.forget(block)
                 self._order.forget_pin(block)
 
     def audit(self, blocks: BlockManager, sequences: list[Sequence]) -> None:
         """Check the index against the blocks, and its entries against the texts that use them."""
-        for chain, variants in self._index.items():
-            for next_token, block in variants.items():
-                assert self._entries[block].key == (chain, next_token), "index and entries differ"
-        assert sum(map(len, self._index.values())) == len(self._entries), "an entry is not in the index"
-        for block, entry in self._entries.items():
-            assert _chain(entry.parent, entry.tokens) == entry.key[0], f"block {block} is under a stale hash"
+        self._index.audit()
+        for block in self._index.entries:
             idle = blocks.users(block) == 0
             assert idle == (block in self._order), f"block {block} is idle and used, or neither"
-        assert all(block in self._entries for block in self._order.blocks()), "an idle block is not cached"
+        assert all(block in self._index for block in self._order.blocks()), "an idle block is not cached"
         for seq in sequences:
             assert seq.num_indexed * self.block_size <= len(seq.token_ids) - 1, "an unverified row is indexed"
             hashes = self._hashes(seq, seq.num_indexed)
             for number, block in enumerate(seq.block_table):
-                cached = self._entries.get(block)
+                cached = self._index.entries.get(block)
                 if cached is not None:
                     assert number < seq.num_indexed, f"block {block} is cached and may still be written"
                     assert cached.key[0] == hashes[number + 1], f"block {block} is cached for another text"
@@ -265,7 +277,7 @@ class PrefixCache:
         return hits
 
     def _find(self, chain: bytes, seq: Sequence, end: int) -> Hit | None:
-        here = self._index.get(chain, {})
+        here = self._index.variants(chain)
         colder = self.tiers.variants(chain) if self.tiers is not None else ()
         if seq.prefix_use == "target":
             for next_token in here:
@@ -286,27 +298,61 @@ class PrefixCache:
                 return Hit((chain, next_token), None, False)
         return None
 
-    def _restore_copy(self, seq: Sequence, hit: Hit, blocks: BlockManager, num_rows: int) -> bool:
+    def _longest_part(self, seq: Sequence, number: int) -> Part | None:
+        """Rows of a block that a text can have a copy of, behind its first `number` blocks."""
+        if seq.prefix_use == "none":
+            return None
+        with_draft = seq.prefix_use == "draft"
+        first = number * self.block_size
+        # what drafts in its next step needs the output of its last row
+        limit = len(seq.token_ids) - 1 - (with_draft and seq.num_output > 0) - first
+        text = seq.token_ids[first : first + self.block_size + 1]
+        parent = self._hashes(seq, number)[number]
+        return self._index.longest_part(parent, text, limit, with_draft=with_draft)
+
+    def _restore_hits(
+        self, seq: Sequence, hits: list[Hit], part: Part | None, left: list[int], blocks: BlockManager
+    ) -> None:
+        """Fill a block table with what was found; `left` are the blocks shared for it, last one first."""
+        table, size = seq.block_table, self.block_size
+        for hit in hits:
+            if not hit.exact:
+                if self._restore_copy(seq, hit, blocks):
+                    seq.num_computed += size
+                return
+            if hit.block is not None:
+                table.append(left.pop())
+            else:
+                blocks.extend(table, (len(table) + 1) * size)
+                if not self._fetch(hit.key, table[-1], seq):
+                    blocks.release(left)
+                    return
+            seq.num_indexed += 1
+            self._note_rows(seq, size)
+        if part is not None:
+            blocks.extend(table, (len(table) + 1) * size)
+            self._storage.copy(part.block, table[-1])
+            self.counts.copied += 1
+            self._note_rows(seq, part.rows)
+
+    def _note_rows(self, seq: Sequence, rows: int) -> None:
+        seq.num_computed += rows
+        seq.draft_computed = seq.num_computed if seq.prefix_use == "draft" else 0
+
+    def _restore_copy(self, seq: Sequence, hit: Hit, blocks: BlockManager) -> bool:
         """Append a copy of a block whose last draft row is another continuation's, that row to be made."""
         table = seq.block_table
+        blocks.extend(table, (len(table) + 1) * self.block_size)
         if hit.block is None:
-            blocks.extend(table, (len(table) + 1) * self.block_size)
             cold = self.tiers.get(hit.key) if self.tiers is not None else None
             if cold is None or not self._storage.write(table[-1], cold.rows):
                 return False
             state = cold.state
             self.counts.fetched += 1
         else:
-            state = self._entries[hit.block].state
-            blocks.share(hit.block)  # or it might be given up for the very block it is copied to
-            fits = blocks.can_extend(table, num_rows)
-            if fits:
-                blocks.extend(table, (len(table) + 1) * self.block_size)
-                self._storage.copy(hit.block, table[-1])
-                self.counts.copied += 1
-            blocks.release([hit.block])
-            if not fits:
-                return False
+            state = self._index.entries[hit.block].state
+            self._storage.copy(hit.block, table[-1])
+            self.counts.copied += 1
         assert state is not None, "a block with draft rows keeps its boundary state"
         seq.draft_computed = len(table) * self.block_size - 1
         seq.pending_states = [state[None]]
@@ -321,27 +367,9 @@ class PrefixCache:
         number = len(seq.block_table) - 1
         size = self.block_size
         tokens = tuple(seq.token_ids[number * size : (number + 1) * size])
-        self._insert(CachedBlock(key, self._hashes(seq, number)[number], tokens, cold.state), block)
+        self._index.add(CachedBlock(key, self._hashes(seq, number)[number], tokens, cold.state), block)
         self.counts.fetched += 1
         return True
-
-    def _insert(self, entry: CachedBlock, block: int) -> None:
-        chain, next_token = entry.key
-        variants = self._index.setdefault(chain, {})
-        # the first block stays; a second one with the same content is its owner's alone
-        if next_token in variants or (next_token == NO_DRAFT and variants):
-            return
-        assert block not in self._entries, f"block {block} is in the index under another text"
-        variants[next_token] = block
-        self._entries[block] = entry
-
-    def _forget(self, block: int) -> CachedBlock:
-        entry = self._entries.pop(block)
-        chain, next_token = entry.key
-        del self._index[chain][next_token]
-        if not self._index[chain]:
-            del self._index[chain]
-        return entry
 
     def _hashes(self, seq: Sequence, count: int) -> list[bytes]:
         """Hashes before and after each of the first `count` blocks; kept with the sequence."""
@@ -351,9 +379,5 @@ class PrefixCache:
             hashes.append(hashlib.sha256(b"" if salt is None else b"salt:" + salt.encode()).digest())
         while len(hashes) <= count:
             start = (len(hashes) - 1) * size
-            hashes.append(_chain(hashes[-1], tuple(seq.token_ids[start : start + size])))
+            hashes.append(chain_hash(hashes[-1], seq.token_ids[start : start + size]))
         return hashes
-
-
-def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()

@@ -75,20 +75,14 @@ def finish_rows(
     for seq in sound:
         seq.drop_rows_behind_the_text()
     if isinstance(drafter, TapDrafter):
-        size = prefixes.block_size
-        drafter.absorb(
-            [
-                seq
-                for seq in sound
-                if seq.prefix_use == "draft" and seq.num_computed // size > seq.draft_computed // size
-            ]
-        )
+        drafter.absorb([seq for seq in sound if seq.prefix_use == "draft"])
     for seq in seqs:
         if seq.finish_reason == "error":
             # what broke its logits may lie in its rows
             prefixes.forget(seq.block_table)
             continue
         prefixes.index(seq)
+        prefixes.index_end(seq)
         ttl = min(seq.options.kv_ttl_s, ttl_limit_s)
         if ttl > 0:
-            prefixes.pin(seq.block_table, now + ttl)
+            prefixes.pin(seq.block_table, now + ttl, seq.options.cache_salt)

@@ -16,6 +16,7 @@ import torch
 from specdec.blocks import BlockManager
 from specdec.cold_tiers import ColdTiers, HostTier
 from specdec.config import EngineConfig, SpecConfig
+from specdec.drafter import TapDrafter
 from specdec.prefix_cache import NO_DRAFT, PrefixCache
 from specdec.prefix_setup import finish_rows
 from specdec.random_streams import RandomStream
@@ -71,11 +72,13 @@ class FakeDrafter:
     def __init__(self, host: Host) -> None:
         self.host = host
 
-    makes_chains = relative_cost = scratch_rows = propose = release = caches = cast(Any, None)
+    # not None: what a protocol names as a method must not be None to count as one
+    makes_chains = relative_cost = scratch_rows = propose = release = caches = cast(Any, int)
 
     def absorb(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
-            self.host.catch_up(seq)
+            if seq.num_computed > seq.draft_computed:
+                self.host.catch_up(seq)
 
 
 def following(text: tuple[int, ...]) -> int:
@@ -93,6 +96,7 @@ class Host:
         self.rng = random.Random(seed)
         self.storage = Storage(num_blocks)
         self.drafter = FakeDrafter(self)
+        assert isinstance(cast(Any, self.drafter), TapDrafter), "or finished texts would keep no draft rows"
         tiers = ColdTiers([HostTier(16 * cold_blocks)]) if cold_blocks else None
         self.prefixes = (
             PrefixCache(SIZE, self.storage, clock=lambda: self.now, max_pinned=num_blocks // 2, tiers=tiers)
@@ -243,9 +247,9 @@ class Host:
         if self.prefixes is None:
             return
         self.prefixes.audit(self.blocks, sequences)
-        for block, entry in self.prefixes._entries.items():
+        for block, entry in self.prefixes._index.entries.items():
             with_draft = entry.key[1] != NO_DRAFT
-            for offset in range(SIZE):
+            for offset in range(len(entry.tokens)):
                 target, draft = self.storage.target[block][offset], self.storage.draft[block][offset]
                 assert target is not None, "an indexed row was never verified"
                 assert target[1][-1] == entry.tokens[offset], "an indexed row holds another token"

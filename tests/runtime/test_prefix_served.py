@@ -79,6 +79,8 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **op
     while not seq.is_finished:
         engine.step()
         engine.audit()
+    if engine.prefixes is not None and engine.prefixes.tiers is not None:
+        assert engine.prefixes.tiers.settle()
     return seq
 
 
@@ -103,15 +105,17 @@ def test_a_hit_changes_no_token_and_no_proposal(
     trees = watch_trees(engine)
     seq = run(engine, second)
     assert (seq.output_ids, trees) == expected
-    assert seq.num_cached_tokens == shared // 16 * 16
+    # the draft row of the last shared token depends on the one behind it; at a border its state is kept
+    behind = "head" in drafter and shared % 16 > 0
+    assert seq.num_cached_tokens == shared - behind
     assert engine.prefixes is not None
-    assert engine.prefixes.counts.copied == (1 if shared == 16 and "head" in drafter else 0)
+    assert engine.prefixes.counts.copied == (shared % 16 > behind or (shared % 16 == 0 and "head" in drafter))
     # the first one's blocks are as they were: its own text comes back whole, draft rows included
     again = solo(make(drafter, spec=spec, prefix_cache=False), first)
     trees.clear()
     repeated = run(engine, first)
     assert (repeated.output_ids, trees) == again
-    assert repeated.num_cached_tokens == 48
+    assert repeated.num_cached_tokens == 59
 
 
 @pytest.mark.parametrize("drafter", ["none", "head"])
@@ -124,15 +128,13 @@ def test_a_prompt_that_ends_with_a_block_still_computes_its_last_token(make: Mak
     trees = watch_trees(engine)
     seq = run(engine, prompt)
     assert (seq.output_ids, trees) == expected
-    assert seq.num_cached_tokens == 16
+    assert seq.num_cached_tokens == 31
     assert seq.stats.verify_steps > 0
 
 
 @pytest.mark.parametrize(("drafter", "spec"), SETTINGS, ids=SETTING_IDS)
-def test_the_turns_of_a_talk_recompute_only_the_last_open_block(
-    make: Make, drafter: str, spec: SpecConfig
-) -> None:
-    """Each turn repeats the whole talk; what is computed again is less than one block a turn."""
+def test_the_turns_of_a_talk_recompute_nothing(make: Make, drafter: str, spec: SpecConfig) -> None:
+    """Each turn repeats the whole talk; only the last token of an answer never had a row."""
     engine = make(drafter, spec=spec)
     trees = watch_trees(engine)
     rng = random.Random(9)
@@ -143,8 +145,7 @@ def test_the_turns_of_a_talk_recompute_only_the_last_open_block(
             trees.clear()
             seq = run(engine, history)
             assert (seq.output_ids, trees) == expected
-            # a block has 16 rows, and an answer's last token has none
-            assert repeated - 1 - seq.num_cached_tokens < 16
+            assert seq.num_cached_tokens == max(0, repeated - 1)
             repeated = len(seq.token_ids)
             history = seq.token_ids + text(100 * talk + turn, rng.randrange(1, 20))
 
@@ -182,13 +183,13 @@ def test_a_request_without_drafts_serves_one_with_and_the_other_way_round(make: 
     expected = solo(make("head", prefix_cache=False), prompt)
     engine = make("head")
     assert run(engine, prompt, plain).output_ids == expected[0]
-    assert run(engine, prompt, plain).num_cached_tokens == 48
+    assert run(engine, prompt, plain).num_cached_tokens == 49
     trees = watch_trees(engine)
     seq = run(engine, prompt)
     assert seq.num_cached_tokens == 0
     assert (seq.output_ids, trees) == expected
     trees.clear()
-    assert run(engine, prompt).num_cached_tokens == 48
+    assert run(engine, prompt).num_cached_tokens == 49
     assert trees == expected[1]
     assert run(engine, prompt, plain).output_ids == expected[0]
 
@@ -200,7 +201,7 @@ def test_another_salt_finds_nothing(make: Make, drafter: str) -> None:
     found = [
         run(engine, prompt, cache_salt=salt).num_cached_tokens for salt in ("a", "b", None, "a", "b", None)
     ]
-    assert found == [0, 0, 0, 32, 32, 32]
+    assert found == [0, 0, 0, 39, 39, 39]
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "head"])
@@ -305,7 +306,8 @@ def test_an_end_inside_an_accepted_run_leaves_no_unwritten_token_in_the_index(ma
         short = run(engine, prompt, SamplingParams(max_tokens=length, ignore_eos=True))
         assert short.output_ids == whole.output_ids[:length]
         assert engine.prefixes is not None
-        assert engine.prefixes.num_cached <= (len(short.token_ids) - 1) // 16
+        known = sum(len(entry.tokens) for entry in engine.prefixes._index.entries.values())
+        assert known == len(short.token_ids) - 1
         follow = [*short.token_ids, 77, 78, 79]
         assert run(engine, follow).output_ids == solo(make("ngram", prefix_cache=False), follow)[0]
 

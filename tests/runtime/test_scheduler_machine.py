@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from specdec.blocks import BlockManager
 from specdec.prefix_cache import Hit, PrefixCache
+from specdec.prefix_index import PrefixIndex
 from specdec.scheduler import Scheduler
 from specdec.sequence import PrefixUse, Sequence
 
@@ -235,6 +236,30 @@ def keep_no_boundary_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "_restore_copy", wrong)
 
 
+def copy_a_draft_row_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of a block, its last draft row made for another next token."""
+    longest = PrefixIndex.longest_part
+
+    def greedy(self: PrefixIndex, parent: bytes, text: list[int], limit: int, *, with_draft: bool) -> Any:
+        return longest(self, parent, text, limit, with_draft=False)
+
+    monkeypatch.setattr(PrefixIndex, "longest_part", greedy)
+
+
+def index_a_row_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The open block at a text's end, with the last token, which has no row."""
+    index_end = PrefixCache.index_end
+
+    def long(self: PrefixCache, seq: Sequence) -> None:
+        seq.num_computed, seq.draft_computed = seq.num_computed + 1, seq.draft_computed + 1
+        seq.token_ids.append(0)
+        index_end(self, seq)
+        seq.num_computed, seq.draft_computed = seq.num_computed - 1, seq.draft_computed - 1
+        del seq.token_ids[-1]
+
+    monkeypatch.setattr(PrefixCache, "index_end", long)
+
+
 def promise_blocks_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "can_extend", lambda self, table, rows: True)
 
@@ -247,6 +272,8 @@ MUTATIONS = [
     release_twice,
     leak_a_block,
     keep_no_boundary_state,
+    copy_a_draft_row_too_many,
+    index_a_row_too_many,
     promise_blocks_that_are_not_there,
 ]
 
