@@ -44,6 +44,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 32,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens and tree nodes of one step.")] = 1024,
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more get a 429.")] = 128,
+    max_connections: Annotated[int, typer.Option(help="Connections at once; more get a 503.")] = 2048,
     kv_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens the KV pool holds [default: what the above needs, at most 2 GiB]."),
@@ -144,6 +145,7 @@ def serve(
             api_keys=_keys(api_key or [], api_key_file),
             allow_origins=tuple(allow_origins or ()),
             max_waiting=max_waiting,
+            max_connections=max_connections,
             max_body_bytes=int(max_body_mb * 1e6),
             drain_timeout_s=drain_timeout,
             step_timeout_s=step_timeout,

@@ -42,11 +42,11 @@ OPTIONS: dict[str, str] = {
     ),
     "serve": (
         "target --draft --shape --max-shape --speculative-config --rule --knob --lossy --exact --host --port "
-        "--served-model-name --max-model-len --max-num-seqs --max-batch-tokens --max-waiting --kv-tokens "
-        "--prefix-cache --max-kv-ttl --host-cache-gb --disk-cache-dir --disk-cache-gb --device --dtype "
-        "--kernels --deterministic --gpu-memory-utilization --cuda-graphs --overlap --timeout "
-        "--drain-timeout --step-timeout --api-key --api-key-file --allow-origins --max-body-mb --page "
-        "--log-prompts --log-level --ssl-certfile --ssl-keyfile --ssl-keyfile-password"
+        "--served-model-name --max-model-len --max-num-seqs --max-batch-tokens --max-waiting "
+        "--max-connections --kv-tokens --prefix-cache --max-kv-ttl --host-cache-gb --disk-cache-dir "
+        "--disk-cache-gb --device --dtype --kernels --deterministic --gpu-memory-utilization --cuda-graphs "
+        "--overlap --timeout --drain-timeout --step-timeout --api-key --api-key-file --allow-origins "
+        "--max-body-mb --page --log-prompts --log-level --ssl-certfile --ssl-keyfile --ssl-keyfile-password"
     ),
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --spread --max-tokens "

@@ -43,7 +43,12 @@ class ServerConfig:
         max_prompts: the longest list of prompts in one completions request.
         max_body_bytes: longest request body.
         max_reading_bytes: bodies being read at once, all together; more get a 429.
+        max_connections: connections at once; more get a 503, and none beyond what the system's limit of
+            open files leaves.
+        header_timeout_s: time a client has to send the headers of a request, from its first byte (for the
+            first one from connecting).
         body_timeout_s: time a client has to send its body.
+        stall_timeout_s: time a client may read nothing of what is written to it.
         max_buffered_tokens: tokens written for one request but not yet read by its client; beyond it the
             request is ended, so that slow readers cost bounded memory and nobody else's time.
         retry_after_s: what a 429 tells the client to wait.
@@ -67,7 +72,10 @@ class ServerConfig:
     # a prompt of 128k tokens written as ids is about 1 MB
     max_body_bytes: int = 8 << 20
     max_reading_bytes: int = 64 << 20
+    max_connections: int = 2048
+    header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    stall_timeout_s: float = 60.0
     max_buffered_tokens: int = 8192
     retry_after_s: int = 1
     drain_timeout_s: float = 30.0
@@ -82,7 +90,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise SpecdecError("model_names must hold at least one name, and no empty one")
-        for name in ("max_choices", "max_prompts", "max_body_bytes", "max_reading_bytes"):
+        for name in ("max_choices", "max_prompts", "max_body_bytes", "max_reading_bytes", "max_connections"):
             _check_at_least(name, getattr(self, name), 1)
         for name in (
             "max_waiting",

@@ -63,7 +63,7 @@ class ServerMetrics:
         # known reasons are there from the start, so that the first of them is a rate too
         for reason in ("stop", "length", "timeout", "abort", "error"):
             self._ended.labels(finished_reason=reason)
-        for reason in ("queue_full", "slow_reader"):
+        for reason in ("queue_full", "slow_reader", "slow_headers", "connections"):
             self._refused.labels(reason=reason)
         self._failed_steps = self._counter("engine_failed_steps", "Engine steps that raised.")
         # in the order of SequenceMeter's counts

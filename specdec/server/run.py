@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from specdec.server.app import make_app
+from specdec.server.connections import ConnectionLimits, LimitedConfig, allow_files
 from specdec.server.problems import Problem
 from specdec.server.service import Service
 from specdec.server.sockets import url_of
@@ -92,11 +93,22 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def run_server(service: Service, bound: socket.socket, tls: TlsFiles | None = None) -> int:
-    """Serve until a signal or the engine's death; returns the exit code."""
-    files = tls or TlsFiles()
-    config = uvicorn.Config(
+def server_settings(service: Service, files: TlsFiles) -> LimitedConfig:
+    """Settings of uvicorn for a service."""
+    config = service.config
+    limits = ConnectionLimits(
+        max_connections=allow_files(config.max_connections),
+        header_timeout_s=config.header_timeout_s,
+        stall_timeout_s=config.stall_timeout_s,
+        retry_after_s=config.retry_after_s,
+    )
+    if limits.max_connections < config.max_connections:
+        fields = {"max_connections": limits.max_connections, "asked_for": config.max_connections}
+        logger.warning("the system's limit of open files allows fewer connections", extra={"fields": fields})
+    return LimitedConfig(
         make_app(service),
+        limits,
+        service.metrics,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -109,7 +121,12 @@ def run_server(service: Service, bound: socket.socket, tls: TlsFiles | None = No
         ssl_keyfile=files.keyfile,
         ssl_keyfile_password=files.keyfile_password,
     )
+
+
+def run_server(service: Service, bound: socket.socket, tls: TlsFiles | None = None) -> int:
+    """Serve until a signal or the engine's death; returns the exit code."""
+    files = tls or TlsFiles()
     url = url_of(bound, tls=files.certfile is not None)
-    server = DrainingServer(config, service, url, ends_process=True)
+    server = DrainingServer(server_settings(service, files), service, url, ends_process=True)
     server.run(sockets=[bound])
     return server.exit_code

@@ -110,26 +110,18 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 @contextmanager
 def serving(engine: Engine, **config: Any) -> Iterator[Live]:
     """Serve an engine on a free port while the block runs."""
-    import uvicorn
-
-    from specdec.server.app import make_app
     from specdec.server.config import ServerConfig
-    from specdec.server.run import DrainingServer
+    from specdec.server.run import DrainingServer, server_settings
     from specdec.server.service import Service
     from specdec.server.sockets import bind
+    from specdec.server.tls import TlsFiles
 
     service = Service(engine, ServerConfig(model_names=(MODEL, "alias/tiny"), **config))
     bound = bind("127.0.0.1", 0)
     # inherited by its connections: a client that does not read is noticed soon
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-    settings = uvicorn.Config(
-        make_app(service),
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        ws="none",
-        timeout_graceful_shutdown=2,
-    )
+    settings = server_settings(service, TlsFiles())
+    settings.timeout_graceful_shutdown = 2
     server = DrainingServer(settings, service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
