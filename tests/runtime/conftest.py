@@ -171,6 +171,16 @@ class Host:
             self.open.remove(seq)
             self.finished.append(seq)
 
+    def fail(self, seq: Sequence) -> None:
+        """Its logits were no numbers, so that its rows are not to be trusted."""
+        seq.finish("error")
+        self.leave([seq])
+
+    def break_step(self) -> None:
+        """A step raised: what it was about starts over."""
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+
     def abort(self, seq: Sequence) -> None:
         seq.finish("abort")
         self.scheduler.remove(seq)
