@@ -61,11 +61,21 @@ def bench(
         ),
     ] = 1,
     warm_up: Annotated[
-        int, typer.Option(min=0, help="Uncounted short batches of each setting before the first of a point.")
+        int,
+        typer.Option(
+            min=0, help="Uncounted short batches of each setting, for each batch size and temperature once."
+        ),
     ] = 1,
     adaptive: Annotated[
         bool, typer.Option(help="Let a sequence stop speculating while it does not pay, as served.")
     ] = True,
+    pass_costs: Annotated[
+        str,
+        typer.Option(
+            help="What decides that: measured costs of a pass, kept up to date as served, or the fixed "
+            "ones of the program, with which two runs draft alike."
+        ),
+    ] = "measured",
     simulate_acceptance: Annotated[
         float | None,
         typer.Option(help="Draw accepted lengths with this mean, for speed alone; the text is meaningless."),
@@ -145,6 +155,17 @@ def bench(
     request_timeout: Annotated[
         float, typer.Option(help="With --url: seconds of a server's silence that end a request.")
     ] = 600.0,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            help="With --url: keep --concurrency clients busy so many seconds, and judge memory, throughput "
+            "and counters; exit code 1 when they do not hold."
+        ),
+    ] = None,
+    server_pid: Annotated[
+        int | None,
+        typer.Option(help="With --duration: the server's process on this machine [default: its /metrics]."),
+    ] = None,
 ) -> None:
     """Measure acceptance and speed of drafters against the same engine without speculation.
 
@@ -168,33 +189,36 @@ def bench(
         from specdec.cli.load import run_load
         from specdec.cli.load_plan import LoadPlan, parse_concurrency, parse_extra_body, parse_goodput
 
-        emit_json(
-            run_load(
-                LoadPlan(
-                    url=url,
-                    model=model,
-                    endpoint=endpoint,
-                    concurrency=parse_concurrency(concurrency),
-                    request_rate=request_rate,
-                    shared_prefix=shared_prefix,
-                    prefix_groups=prefix_groups,
-                    turns=turns,
-                    think_time=think_time,
-                    cold=cold,
-                    ignore_eos=ignore_eos,
-                    goodput=parse_goodput(goodput or ()),
-                    extra_body=parse_extra_body(extra_body),
-                    request_timeout=request_timeout,
-                    data=only("--data", data),
-                    limit=limit,
-                    max_tokens=max_tokens,
-                    temperature=only("--temperature", temperatures),
-                    seed=seed,
-                    warm_up=warm_up,
-                    out=out,
-                )
+        summary = run_load(
+            LoadPlan(
+                url=url,
+                model=model,
+                endpoint=endpoint,
+                concurrency=parse_concurrency(concurrency),
+                request_rate=request_rate,
+                shared_prefix=shared_prefix,
+                prefix_groups=prefix_groups,
+                turns=turns,
+                think_time=think_time,
+                cold=cold,
+                ignore_eos=ignore_eos,
+                goodput=parse_goodput(goodput or ()),
+                extra_body=parse_extra_body(extra_body),
+                request_timeout=request_timeout,
+                data=only("--data", data),
+                limit=limit,
+                max_tokens=max_tokens,
+                temperature=only("--temperature", temperatures),
+                seed=seed,
+                warm_up=warm_up,
+                out=out,
+                duration=duration,
+                server_pid=server_pid,
             )
         )
+        emit_json(summary)
+        if not summary.get("verdict", {"holds": True})["holds"]:
+            raise typer.Exit(1)
         return
     assert target is not None, "one of TARGET and --url is there"
     from specdec.cli.bench_run import BenchPlan, run_bench
@@ -265,6 +289,7 @@ def bench(
             repeats=repeats,
             warm_up=warm_up,
             adaptive=adaptive,
+            pass_costs=pass_costs,
             spread=spread,
             turns=turns,
             ignore_eos=ignore_eos,

@@ -1,8 +1,9 @@
 """From measured answers to the figures of one setting: speed, spread, identity, and what they mean.
 
 Owns the arithmetic over answers (`DEFINITIONS` says what each figure is) and the rows of a record. Acceptance
-by bucket and latencies are made in `bench_buckets.py`, counts in `specdec.stats`. Intervals resample
-conversations: the turns of one are not independent.
+by bucket and latencies are made in `bench_buckets.py`, counts in `specdec.stats`. Intervals of counts
+resample conversations, the turns of one not being independent; those of speeds resample batches, whose
+answers share one time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ DEFINITIONS = {
     "first_tokens": "tokens that the passes ending a prompt add; tokens = committed + first_tokens",
     "by_position": "steps by the number of answer tokens before them: from <= number < to",
     "by_context": "steps by the tokens of prompt and answer before them: from <= number < to",
-    "intervals": "95 % percentile bootstrap over prompts, all turns of one together; null with fewer than 2",
+    "intervals": "95 % percentile bootstrap: of counts over prompts, all turns of one together; of "
+    "speeds over batches, which share their time (at batch 1 that is over prompts); null with fewer than two",
     "seconds": "time of a batch, prompts read, shared equally by its answers; medians over repeats, summed",
     "tokens_per_second": "tokens / seconds",
     "decode_tokens_per_second": "tokens that came after the first token of every answer of their batch / the "
@@ -38,7 +40,7 @@ DEFINITIONS = {
     "step_time": "share of wall time: draft (proposing), verify (target passes, prompts included), sample "
     "(rules and draws), commit (moving rows, writing tokens down), host (scheduling and the rest)",
     "energy": "what the card drew while the setting decoded, by its driver's counter, with other work on it",
-    "warm_up": "work before the first measured batch, in no figure",
+    "warm_up": "short answers before the first measured one at that batch size and temperature, in no figure",
     "speedup": "tokens_per_second over that of `baseline`: the same engine without speculation, same "
     "prompts, lengths, dtype and batch, interleaved; below 1 is slower",
     "decode_speedup": "decode_tokens_per_second over that of `baseline`",
@@ -46,7 +48,8 @@ DEFINITIONS = {
     "identical": "answers whose tokens are those of `baseline`, one by one",
     "equal_lengths": "answers with as many tokens as those of `baseline`",
     "repeatability": "each repeat as a run of its own; within_interval: repeats whose speedup lies in the "
-    "printed interval",
+    "printed interval; within_width: repeats whose speedup differs from the next one's by less than "
+    "their own interval is wide",
 }
 MS = 1000.0
 
@@ -71,7 +74,7 @@ def row_figures(
     decoded = [float(one.decode_tokens) for one in first]
     decode_seconds = _medians(repeated, lambda one: one.decode_seconds)
     prompt_tokens = sum(len(row.token_ids) for row in rows)
-    groups = conversations(rows)
+    groups, batches = conversations(rows), batches_of(run)
     total = sum(seconds)
     figures: dict[str, Any] = {
         "setting": name,
@@ -83,7 +86,7 @@ def row_figures(
         "prompt_tokens": prompt_tokens,
         "seconds": total,
         "tokens_per_second": sum(tokens) / total,
-        "tokens_per_second_interval": ratio_interval(_grouped(tokens, groups), _grouped(seconds, groups)),
+        "tokens_per_second_interval": ratio_interval(grouped(tokens, batches), grouped(seconds, batches)),
         "decode_tokens_per_second": _ratio(sum(decoded), sum(decode_seconds)),
         "total_tokens_per_second": (prompt_tokens + sum(tokens)) / total,
         "answers_per_second": len(rows) / total,
@@ -107,7 +110,7 @@ def row_figures(
     key = "speedup" if same_engine else "relative"
     figures["baseline"] = baseline
     figures[key] = _speedup(*columns)
-    figures[f"{key}_interval"] = speedup_interval(*(_grouped(column, groups) for column in columns))
+    figures[f"{key}_interval"] = speedup_interval(*(grouped(column, batches) for column in columns))
     figures["equal_lengths"] = sum(
         len(a.token_ids) == len(b.token_ids) for a, b in zip(first, base_first, strict=True)
     )
@@ -125,7 +128,7 @@ def row_figures(
         known = all(sum(column) > 0 for column in decode)
         figures["decode_speedup"] = _speedup(*decode) if known else None
         figures["decode_speedup_interval"] = (
-            speedup_interval(*(_grouped(column, groups) for column in decode)) if known else None
+            speedup_interval(*(grouped(column, batches) for column in decode)) if known else None
         )
         if figures["repeats"] > 1:
             figures["repeatability"] = repeatability(run, name, baseline, figures["speedup_interval"])
@@ -143,7 +146,7 @@ def repeatability(
 ) -> dict[str, Any]:
     """Every repeat as a run of its own: acceptance length, speed-up and the interval it would print."""
     mine, base = run.results[name], run.results[baseline]
-    groups = conversations(run.rows)
+    batches = batches_of(run)
     lengths, speedups, intervals = [], [], []
     for repeat in range(len(mine[0])):
         ours, theirs = ([repeats[repeat] for repeats in side] for side in (mine, base))
@@ -156,8 +159,9 @@ def repeatability(
             [one.seconds for one in theirs],
         )
         speedups.append(_speedup(*columns))
-        intervals.append(speedup_interval(*(_grouped(column, groups) for column in columns)))
+        intervals.append(speedup_interval(*(grouped(column, batches) for column in columns)))
     known = [length for length in lengths if length is not None]
+    changes = [abs(one - other) for one, other in zip(speedups, [*speedups[1:], speedups[0]], strict=True)]
     return {
         "repeats": len(lengths),
         "acceptance_lengths": lengths,
@@ -168,6 +172,10 @@ def repeatability(
         "speedups": speedups,
         "speedup_intervals": intervals,
         "within_interval": sum(printed[0] <= value <= printed[1] for value in speedups) if printed else 0,
+        "within_width": sum(
+            found is not None and change < found[1] - found[0]
+            for change, found in zip(changes, intervals, strict=True)
+        ),
     }
 
 
@@ -198,6 +206,14 @@ def conversations(rows: Sequence[BenchPrompt]) -> list[list[int]]:
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         found.setdefault(row.id, []).append(index)
+    return list(found.values())
+
+
+def batches_of(run: Interleaved) -> list[list[int]]:
+    """Numbers of the rows of each batch, with the turns that followed."""
+    found: dict[int, list[int]] = {}
+    for index, number in enumerate(run.batches):
+        found.setdefault(number, []).append(index)
     return list(found.values())
 
 
@@ -240,7 +256,8 @@ def _medians(repeated: Sequence[Sequence[Measured]], value: Callable[[Measured],
     return [median(value(one) for one in repeats) for repeats in repeated]
 
 
-def _grouped(column: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
+def grouped(column: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
+    """Sums of a column over groups of rows."""
     return [sum(column[index] for index in group) for group in groups]
 
 

@@ -5,6 +5,7 @@ Owns the file's layout (`schemas/bench.schema.json`) and what may be gone on wit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from specdec.cli.bench_points import BenchPoint
 from specdec.errors import SpecdecError, UsageError
-from specdec.provenance import read_json, write_json_atomic
+from specdec.provenance import read_json, write_text_atomic
 
 SCHEMA = "specdec.bench/1"
 
@@ -69,17 +70,16 @@ class BenchRecord:
             head: comes first: schema, target, data.
             tail: what explains it: run, definitions.
         """
-        write_json_atomic(
-            path,
-            {
-                **head,
-                **self.state(),
-                "settings": self.rows,
-                "left_out": self.left_out,
-                **tail,
-                "per_prompt": self.answers,
-            },
-        )
+        fields = {
+            **head,
+            **self.state(),
+            "settings": self.rows,
+            "left_out": self.left_out,
+            **tail,
+            "per_prompt": self.answers,
+        }
+        lines = (f"{_json(name)}: {_lines(value)}" for name, value in fields.items())
+        write_text_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def open_record(path: Path | None, key: str, planned: int, *, resume: bool) -> BenchRecord:
@@ -121,6 +121,19 @@ def open_record(path: Path | None, key: str, planned: int, *, resume: bool) -> B
         {"started_at": run["started_at"], "git": run["git"], "points": found["points"]["finished"]},
     ]
     return record
+
+
+def _lines(value: Any) -> str:
+    """JSON with a line for each row and answer: half of what indenting takes, and a diff still shows one."""
+    if isinstance(value, dict) and value and all(isinstance(one, list) for one in value.values()):
+        return "{\n" + ",\n".join(f"{_json(name)}: {_lines(one)}" for name, one in value.items()) + "\n}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(_json(one) for one in value) + "\n]"
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _at(row: Mapping[str, Any], point: BenchPoint) -> bool:

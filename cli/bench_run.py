@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from specdec.cli.energy import energy_meter
 from specdec.cli.measure import (
     PLAIN,
     Interleaved,
+    Measured,
     Setting,
     make_decoders,
     make_engines,
@@ -79,6 +80,7 @@ class BenchPlan:
     device: str = "cpu"
     dtype: str = "float32"
     deterministic: bool = False
+    pass_costs: str = "measured"
 
     def engine_config(self) -> EngineConfig:
         """What every setting's engine has in common.
@@ -86,12 +88,13 @@ class BenchPlan:
         Raises:
             UsageError: a device or dtype that this machine or version lacks.
         """
-        with usage_errors(flags_of({"device": 0, "dtype": 0, "deterministic": 0}, {})):
+        with usage_errors(flags_of({"device": 0, "dtype": 0, "deterministic": 0, "pass_costs": 0}, {})):
             return EngineConfig(
                 allow_lossy=self.lossy,
                 device=self.device,
                 dtype=self.dtype,
                 deterministic=self.deterministic,
+                pass_costs=self.pass_costs,
             )
 
     def params(self, temperature: float) -> SamplingParams:
@@ -155,6 +158,8 @@ class _Bench:
             "spread": plan.spread,
             "seed": plan.seed,
         }
+        # what was decoded uncounted, for each batch size and temperature once
+        self.warmed: dict[tuple[int, float], dict[str, list[Measured]]] = {}
         self.meter = energy_meter(self.plain.config.device)
         self.transformers = transformers_decoder(str(folder), plan.max_tokens) if plan.transformers else None
 
@@ -168,6 +173,7 @@ class _Bench:
                     [(one.name, one.spec) for one in self.settings],
                     [_draft_fingerprint(engine) for engine in self.engines.values()],
                     [plan.repeats, plan.warm_up, plan.lossy, plan.simulate_acceptance, plan.transformers],
+                    plan.pass_costs,
                 ]
             )
         )
@@ -185,16 +191,18 @@ class _Bench:
         if plan.turns > 1:
             room = self.longest - plan.max_tokens
             follow = follower(data, self.encoder, plan.turns, room, left_out)
-        return run_interleaved(
+        at = (point.batch_size, point.temperature)
+        run = run_interleaved(
             decoders,
             data.first,
             batch_size=point.batch_size,
             repeats=plan.repeats,
-            warm_up=plan.warm_up,
+            warm_up=0 if at in self.warmed else plan.warm_up,
             on_progress=lambda done, note: bar.update(begun + done, f"{point.label}, {note}"),
             warm_up_decoders=short,
             follow=follow,
         )
+        return replace(run, warm_up=self.warmed.setdefault(at, run.warm_up))
 
     def rows(self, point: BenchPoint, run: Interleaved) -> list[dict[str, Any]]:
         """The record's rows of one point."""
@@ -281,6 +289,7 @@ def _tail(bench: _Bench, record: BenchRecord, files: Mapping[str, Path]) -> dict
             "warm_up_batches": plan.warm_up,
             "warm_up_tokens": WARM_UP_TOKENS,
             "adaptive": plan.adaptive,
+            "pass_costs": plan.pass_costs,
             "simulate_acceptance": plan.simulate_acceptance,
             "device": plan.device,
             "deterministic": plan.deterministic,

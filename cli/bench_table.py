@@ -41,7 +41,7 @@ def print_bench(title: str, rows: Sequence[dict[str, Any]]) -> None:
     columns += ["ttft ms", "tpot ms", "speedup", "interval", "identical"]
     print_table(
         f"{title}, {', '.join(fixed)}; speedup and identical against plain; latencies are medians; 95 % "
-        "intervals over prompts",
+        "intervals",
         columns,
         [[*(row[name] for name in varied.values()), *_cells(row)] for row in rows],
     )
@@ -84,4 +84,5 @@ def repeatability_sentence(row: dict[str, Any]) -> str:
     if found["acceptance_length_range"] is not None:
         words.append(f"acceptance lengths differ by {found['acceptance_length_range']:g}")
     words.append(f"speedup inside the printed interval in {found['within_interval']} of {count}")
+    words.append(f"closer to the next than its interval is wide in {found['within_width']} of {count}")
     return ", ".join(words)

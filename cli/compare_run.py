@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specdec.cli.bench_figures import answer_records
+from specdec.cli.bench_figures import answer_records, batches_of, grouped
 from specdec.cli.bench_points import bench_data, settings_of
 from specdec.cli.bootstrap import ratio_interval, speedup_interval
 from specdec.cli.console import format_interval, print_table, progress, say
@@ -52,7 +52,7 @@ OURS = "specdec"
 SETTLE_S = 0.3
 DEFINITIONS = {
     "tokens_per_second": "new tokens / seconds of the engine's own calls, prompt passes included, medians "
-    "over repeats; interval: 95 % bootstrap over prompts",
+    "over repeats; interval: 95 % bootstrap over batches, at batch 1 prompts",
     "relative": "tokens per second over those of specdec without speculation, paired by prompt",
     "speedup": "tokens per second over those of the same engine without speculation, paired by prompt",
     "identical": "prompts whose tokens are, one by one, those of specdec without speculation",
@@ -162,7 +162,8 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
             )
     results = run.results
     bases = {f"{OURS} {one.name}": f"{OURS} {PLAIN}" for one in settings} | _bases(peers)
-    figures = [summarise(name, results, plan.max_tokens, bases.get(name)) for name in decoders]
+    batches = batches_of(run)
+    figures = [summarise(name, results, plan.max_tokens, bases.get(name), batches) for name in decoders]
     for one in figures:
         one["engine_facts"] = facts.get(one["engine"]) or our_facts(engines[PLAIN])
     _print(plan, figures, len(prompts))
@@ -247,9 +248,21 @@ def our_facts(engine: Engine) -> dict[str, Any]:
 
 
 def summarise(
-    name: str, results: dict[str, list[list[Measured]]], max_tokens: int, base: str | None
+    name: str,
+    results: dict[str, list[list[Measured]]],
+    max_tokens: int,
+    base: str | None,
+    batches: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Figures of one engine (see `DEFINITIONS`); `base` names it without speculation, if measured."""
+    """Figures of one engine.
+
+    Args:
+        name: which.
+        results: of all.
+        max_tokens: that each wrote for every prompt.
+        base: the same engine without speculation, if measured.
+        batches: numbers of the prompts that were decoded together.
+    """
     seconds = _seconds(results[name])
     tokens = [float(max_tokens)] * len(seconds)
     reference = f"{OURS} {PLAIN}"
@@ -263,7 +276,7 @@ def summarise(
         "prompts": len(first),
         "tokens": max_tokens * len(first),
         "tokens_per_second": sum(tokens) / sum(seconds),
-        "tokens_per_second_interval": ratio_interval(tokens, seconds),
+        "tokens_per_second_interval": ratio_interval(grouped(tokens, batches), grouped(seconds, batches)),
         "relative": None,
         "relative_interval": None,
         "speedup": None,
@@ -278,7 +291,8 @@ def summarise(
         if other is not None and other != name:
             theirs = _seconds(results[other])
             figures[key] = sum(theirs) / sum(seconds)
-            figures[f"{key}_interval"] = speedup_interval(tokens, seconds, tokens, theirs)
+            columns = (tokens, seconds, tokens, theirs)
+            figures[f"{key}_interval"] = speedup_interval(*(grouped(column, batches) for column in columns))
     return figures
 
 
@@ -299,7 +313,7 @@ def _print(plan: ComparePlan, figures: list[dict[str, Any]], count: int) -> None
         f"{plan.target}, {plan.data}, {count} prompts x {plan.max_tokens} tokens, greedy, "
         f"batch {plan.batch_size}, {plan.dtype}, {torch.get_num_threads()} threads, {plan.repeats} "
         f"interleaved repeats; relative and identical: against {OURS} {PLAIN}; speedup: against the same "
-        "engine without speculation; 95 % intervals over prompts"
+        "engine without speculation; 95 % intervals over batches"
     )
     columns = ["engine", "weights", "tokens/s", "interval", "relative", "interval", "speedup", "interval"]
     rows = [

@@ -92,11 +92,13 @@ class Interleaved:
 
     Attributes:
         rows: every prompt that was decoded, later turns behind the batch of the turn before.
+        batches: of each row, the number of the batch that its conversation began in.
         results: per decoder and row one entry a repeat.
         warm_up: per decoder, answers that are in no figure.
     """
 
     rows: list[BenchPrompt]
+    batches: list[int]
     results: dict[str, list[list[Measured]]]
     warm_up: dict[str, list[Measured]]
 
@@ -202,11 +204,17 @@ def run_interleaved(
         reference: whose answers conversations go on with.
     """
     names = list(decoders)
-    run = Interleaved(rows=[], results={name: [] for name in names}, warm_up={name: [] for name in names})
+    run = Interleaved(
+        rows=[],
+        batches=[],
+        results={name: [] for name in names},
+        warm_up={name: [] for name in names},
+    )
     batches = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
     for _ in range(warm_up):
         for name in names:
             run.warm_up[name] += (warm_up_decoders or decoders)[name](batches[0])
+    batch_of = {prompt.id: number for number, batch in enumerate(batches) for prompt in batch}
     rounds: list[list[BenchPrompt]] = []
     done = turn = 0
     for repeat in range(repeats):
@@ -219,6 +227,7 @@ def run_interleaved(
             if not repeat:
                 rounds.append(batch)
                 run.rows.extend(batch)
+                run.batches.extend(batch_of[prompt.id] for prompt in batch)
                 for name in names:
                     run.results[name] += [[] for _ in batch]
             for name in names[shift:] + names[:shift]:

@@ -50,14 +50,18 @@ OPTIONS: dict[str, str] = {
     ),
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --spread --max-tokens "
-        "--batch-size --temperature --seed --repeats --warm-up --adaptive --simulate-acceptance --device "
-        "--dtype --deterministic --transformers --verify-cost --micro --trace --out --resume --url --model "
-        "--endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time --cold "
-        "--ignore-eos --goodput --extra-body --request-timeout"
+        "--batch-size --temperature --seed --repeats --warm-up --adaptive --pass-costs --simulate-acceptance "
+        "--device --dtype --deterministic --transformers --verify-cost --micro --trace --out --resume --url "
+        "--model --endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time "
+        "--cold --ignore-eos --goodput --extra-body --request-timeout"
     ),
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --batch-size --repeats --warm-up "
         "--adaptive --device --dtype --out"
+    ),
+    "replay": (
+        "target --draft --shape --data --limit --turns --max-tokens --batch-size --temperature --seed "
+        "--adaptive --block-size --kv-tokens --out"
     ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --weights --shape --batch-size --data "
@@ -67,6 +71,11 @@ OPTIONS: dict[str, str] = {
     "sweep": (
         "target --out --draft --rule --shape --batch-size --tasks --task-limit --max-tokens --temperature "
         "--dtype --lossy --exact --seed"
+    ),
+    "report": "runs --out --format --title --diff --allow-differences",
+    "watch": (
+        "run --baseline --setting --min-acceptance-length --max-drop --min-speedup --max-speedup-drop --exact "
+        "--junit --github-summary --summary-file"
     ),
     "rules": "name",
     "demo": "--train --work --prompts --max-tokens",

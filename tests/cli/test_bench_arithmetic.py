@@ -138,6 +138,7 @@ def measured(
     """Every prompt in one batch, each engine on its own clock."""
     run = Interleaved(
         rows=prompts,
+        batches=[0] * len(prompts),
         results={name: [[] for _ in prompts] for name in engines},
         warm_up={name: [] for name in engines},
     )
@@ -273,7 +274,7 @@ def test_no_drafts_and_one_token_answers_have_no_rates(
     else:
         assert found["acceptance_length"] == 1.0
         assert row["repeatability"]["acceptance_lengths"] == [1.0, 1.0]
-        assert row["repeatability"]["within_interval"] == 2
+        assert row["repeatability"]["within_interval"] == 0
     assert found["first_tokens"] == 2
 
 
@@ -322,6 +323,7 @@ def test_repeats_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         max_tokens=9,
         ignore_eos=True,
     )
+    run = replace(run, batches=[0, 1])
     for repeats in run.results["fast"]:
         repeats[1] = replace(repeats[1], seconds=2 * repeats[1].seconds)
     row = row_figures("fast", run)
@@ -329,6 +331,10 @@ def test_repeats_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["speedups"] == [3.0, 1.5, 3.0]
     assert row["speedup"] == 3.0
     assert (found["within_interval"], found["identical_texts"], found["acceptance_length_range"]) == (2, 2, 0)
+    # every interval here has no width, and the third repeat is followed by the first, its equal
+    assert found["within_width"] == 0
+    # answers of one batch share their time: alone it has no spread to tell
+    assert row_figures("fast", replace(run, batches=[0, 0]))["speedup_interval"] is None
 
 
 def test_a_thousand_random_runs_reconcile_with_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

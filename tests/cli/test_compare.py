@@ -250,12 +250,12 @@ def test_figures_by_hand() -> None:
         "x": [[measured([1, 2, 9, 4], 2.0)] * 3, [measured([5, 6, 7, 8], s) for s in (1.0, 2.0, 30.0)]],
         "x fast": [[measured([1, 2, 3, 4], 0.5)], [measured([5, 6, 7, 8], 0.5)]],
     }
-    x = summarise("x", results, 4, "x")
+    x = summarise("x", results, 4, "x", [[0], [1]])
     assert x["tokens_per_second"] == pytest.approx(8 / 4)
     assert x["relative"] == pytest.approx(4 / 4)
     assert x["speedup"] is None
     assert (x["identical"], x["common_prefix"]) == (1, 3.0)
-    fast = summarise("x fast", results, 4, "x")
+    fast = summarise("x fast", results, 4, "x", [[0], [1]])
     assert fast["speedup"] == pytest.approx(4.0)
     assert fast["relative"] == pytest.approx(4.0)
     assert fast["identical"] == 2
