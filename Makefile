@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test check style test-gpu bench peers clean
+.PHONY: demo test check style test-gpu bench peers check-vllm clean
 
 demo: $(VENV)/.demo
 	$(BIN)/specdec demo
@@ -38,6 +38,11 @@ bench: $(VENV)/.demo
 # environments of the engines that specdec compare starts
 peers:
 	sh cli/peer_scripts/make_environments.sh .peers $(PYTHON)
+
+# whether vLLM drafts with the exported head what we draft with it; after make peers
+check-vllm: $(VENV)/.demo
+	$(BIN)/specdec pull smollm2-135m
+	$(BIN)/python -m specdec.cli.check_vllm $(CHECK_VLLM_ARGS)
 
 clean:
 	rm -rf $(VENV) .peers build *.egg-info
