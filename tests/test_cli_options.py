@@ -52,8 +52,8 @@ OPTIONS: dict[str, str] = {
         "target --draft --shape --rule --knob --lossy --exact --data --limit --spread --max-tokens "
         "--batch-size --temperature --seed --repeats --warm-up --adaptive --pass-costs --simulate-acceptance "
         "--device --dtype --deterministic --transformers --verify-cost --micro --trace --out --resume --url "
-        "--model --endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns --think-time "
-        "--cold --ignore-eos --goodput --extra-body --request-timeout"
+        "--model --endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns "
+        "--think-time --cold --ignore-eos --goodput --extra-body --request-timeout"
     ),
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --batch-size --repeats --warm-up "
