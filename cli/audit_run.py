@@ -15,7 +15,8 @@ from specdec.audit.run import Audit
 from specdec.cli.console import LINE_INTERVAL_S, print_table, say
 from specdec.cli.datasets import load_prompts, prompt_file
 from specdec.cli.outputs import require_writable
-from specdec.cli.paper import Notes, Paper, Section, Table, cell_text, write_paper
+from specdec.cli.paper import Notes, Paper, Section, Table, cell_text
+from specdec.cli.paper_page import write_paper
 from specdec.cli.sampling_options import parse_knobs
 from specdec.cli.shapes import parse_shape
 from specdec.cli.tasks import exact_match_tasks

@@ -46,12 +46,14 @@ from specdec.cli.generate import generate
 from specdec.cli.import_draft import import_draft
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
+from specdec.cli.report import report
 from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
 from specdec.cli.serve import serve
 from specdec.cli.study import study
 from specdec.cli.sweep import sweep
 from specdec.cli.train import train
+from specdec.cli.watch import watch
 from specdec.errors import SpecdecError, StoppedError, UsageError
 from specdec.provenance import begin_run
 
@@ -81,6 +83,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "audit": audit,
     "sweep": sweep,
+    "report": report,
+    "watch": watch,
     "rules": rules,
     "demo": demo,
 }

@@ -13,7 +13,8 @@ from specdec.audit.goodness import sign_test
 from specdec.audit.parity import Task
 from specdec.cli.console import print_table, progress, say
 from specdec.cli.outputs import require_writable
-from specdec.cli.paper import cell_text, write_paper
+from specdec.cli.paper import cell_text
+from specdec.cli.paper_page import write_paper
 from specdec.cli.shapes import parse_shape
 from specdec.cli.sweep_cost import draft_cost, draft_fingerprint
 from specdec.cli.sweep_measure import SweepBench, measure

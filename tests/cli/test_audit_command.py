@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
-from specdec.cli.paper import Notes, Paper, Picture, Section, Table, cell_text, to_html, to_markdown
+from specdec.cli.paper import Notes, Paper, Picture, Section, Table, cell_text, to_markdown
+from specdec.cli.paper_page import to_html
 from specdec.cli.tasks import CATEGORIES, exact_match_tasks, last_number, says_number, says_word
 from specdec.drafter import DraftRequest
 from specdec.errors import UsageError
