@@ -93,11 +93,6 @@ def _load_head(name: str, target: TargetView) -> Drafter:
 
 def _serve(draft: LoadedDraft, target: TargetView) -> Drafter:
     """The drafter of a loaded head, for the path the engine serves on."""
-    if draft.head.config.attention_bias:
-        raise SpecdecError(
-            "draft with attention_bias (true) cannot be served here: the serving path has no biases; "
-            "specdec export --to vllm or --to speculators serves it elsewhere"
-        )
     if target.operations is not None:
         from specdec.drafts.eagle3_device import DeviceEagle3Drafter
 

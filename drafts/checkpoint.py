@@ -70,7 +70,8 @@ def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors a draft folder of this configuration holds."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.draft_vocab_size
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    taps = config.num_taps * config.target_hidden_size
+    target_hidden = config.target_hidden_size
+    taps = config.num_taps * target_hidden
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, taps),
         "midlayer.self_attn.q_proj.weight": (heads, 2 * hidden),
@@ -88,12 +89,20 @@ def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     if config.attention_bias:
         attention = {"q_proj": heads, "k_proj": kv, "v_proj": kv, "o_proj": hidden}
         shapes |= {f"midlayer.self_attn.{name}.bias": (size,) for name, size in attention.items()}
+    if config.qk_norm:
+        shapes |= {f"midlayer.self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
     if config.fc_norm:
-        shapes |= {f"fc_norm.{tap}.weight": (config.target_hidden_size,) for tap in range(config.num_taps)}
+        shapes |= {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(config.num_taps)}
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (taps,)
     if config.lm_head == "own":
         shapes["lm_head.weight"] = (vocab, hidden)
+    if config.projects_output:
+        shapes["out_proj.weight"] = (target_hidden, hidden)
+    if config.embed == "own":
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    if config.projects_embeddings:
+        shapes["embed_proj.weight"] = (hidden, target_hidden)
     if config.reduced:
         shapes |= {"d2t": (vocab,), "t2d": (config.vocab_size,)}
     return shapes
@@ -169,7 +178,8 @@ def write_draft(folder: str | Path, draft: StoredDraft) -> Path:
         "target_fingerprint": contract.target_fingerprint,
         "template_hash": contract.template_hash,
         "lm_head": config.lm_head,
-        "embed": "target",
+        "embed": config.embed,
+        "qk_norm": config.qk_norm,
         "training": dict(contract.training),
     }
     with writing(f"draft folder ({target})"):
@@ -211,8 +221,6 @@ def read_draft_config(folder: str | Path) -> tuple[Eagle3Config, DraftContract]:
             raise SpecdecError(
                 f"{path}: specdec.{key} is missing; the folder is not a complete specdec draft"
             )
-    if own.get("embed") != "target":
-        raise SpecdecError(f"{path}: specdec.embed ({own.get('embed')!r}) must be 'target'")
     contract = DraftContract(
         target_fingerprint=own["target_fingerprint"],
         template_hash=own["template_hash"],

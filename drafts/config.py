@@ -17,7 +17,11 @@ from specdec.errors import SpecdecError
 
 LmHead = Literal["own", "target_rows"]
 LM_HEADS: tuple[LmHead, ...] = ("own", "target_rows")
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+Embed = Literal["own", "target"]
+EMBEDS: tuple[Embed, ...] = ("target", "own")
+# engines build another class for norms on queries and keys
+LLAMA_KIND = ("LlamaForCausalLMEagle3", "llama")
+QWEN3_KIND = ("Eagle3Qwen3ForCausalLM", "qwen3")
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 
 
@@ -27,7 +31,10 @@ class Eagle3Config:
 
     The norm flags have no hidden default on disk: `config.json` always writes all four, because readers
     disagree about what an absent one means. `attention_bias` is on all four projections of attention, as in
-    Hugging Face's Llama. `boundaries` are the taps, ascending, in 0..N of the target.
+    Hugging Face's Llama; `qk_norm` norms every head's queries and keys before they are rotated, as in Qwen3.
+    `boundaries` are the taps, ascending, in 0..N of the target. A head of another width than the target's
+    needs a projection wherever it uses the target's embeddings or output rows (`projects_embeddings`,
+    `projects_output`).
     """
 
     hidden_size: int
@@ -47,7 +54,9 @@ class Eagle3Config:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     attention_bias: bool = False
+    qk_norm: bool = False
     lm_head: LmHead = "target_rows"
+    embed: Embed = "target"
 
     def __post_init__(self) -> None:
         for name in (
@@ -57,6 +66,7 @@ class Eagle3Config:
             "num_kv_heads",
             "head_dim",
             "vocab_size",
+            "target_hidden_size",
         ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -66,12 +76,6 @@ class Eagle3Config:
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
         check_draft_vocab_size(self.draft_vocab_size, self.vocab_size)
-        if self.hidden_size != self.target_hidden_size:
-            raise SpecdecError(
-                f"hidden_size ({self.hidden_size}) must equal target_hidden_size "
-                f"({self.target_hidden_size}): "
-                "the head uses the target's embeddings"
-            )
         if not self.boundaries:
             raise SpecdecError("boundaries (none) must name at least one tap")
         if any(left >= right for left, right in pairwise(self.boundaries)):
@@ -85,6 +89,8 @@ class Eagle3Config:
             raise SpecdecError("fc_norm (true) and norm_before_fc (true) exclude each other; choose one")
         if self.lm_head not in LM_HEADS:
             raise SpecdecError(f"lm_head ({self.lm_head!r}) must be one of {', '.join(LM_HEADS)}")
+        if self.embed not in EMBEDS:
+            raise SpecdecError(f"embed ({self.embed!r}) must be one of {', '.join(EMBEDS)}")
         if self.rope.head_dim != self.head_dim:
             raise SpecdecError(f"rope head_dim ({self.rope.head_dim}) must equal head_dim ({self.head_dim})")
 
@@ -92,6 +98,16 @@ class Eagle3Config:
     def num_taps(self) -> int:
         """Taps fused into a feature."""
         return len(self.boundaries)
+
+    @property
+    def projects_embeddings(self) -> bool:
+        """Whether the target's embeddings are brought to the head's width."""
+        return self.embed == "target" and self.hidden_size != self.target_hidden_size
+
+    @property
+    def projects_output(self) -> bool:
+        """Whether the head's output is brought to the target's width, to be read by the target's rows."""
+        return self.lm_head == "target_rows" and self.hidden_size != self.target_hidden_size
 
     @property
     def reduced(self) -> bool:
@@ -106,9 +122,10 @@ class Eagle3Config:
             if self.rope.rope_type == "default"
             else {**self.rope.params, "rope_type": self.rope.rope_type}
         )
+        architecture, model_type = QWEN3_KIND if self.qk_norm else LLAMA_KIND
         return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
+            "architectures": [architecture],
+            "model_type": model_type,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_attention_heads": self.num_heads,
@@ -167,7 +184,8 @@ class Eagle3Config:
             )
         if raw.get("tie_word_embeddings"):
             raise SpecdecError(
-                "draft config: tie_word_embeddings (true) must be false: the draft has no embeddings"
+                "draft config: tie_word_embeddings (true) must be false: a draft's output rows are "
+                "its own or the target's"
             )
         flags = {name: bool(_need(raw, name)) for name in NORM_FLAGS}
         return cls(
@@ -184,6 +202,8 @@ class Eagle3Config:
             target_hidden_size=int(_need(raw, "target_hidden_size")),
             target_num_layers=int(_need(own, "target_num_layers", "specdec.")),
             attention_bias=bool(raw.get("attention_bias")),
+            qk_norm=bool(own.get("qk_norm")),
+            embed=own.get("embed", "target"),
             lm_head=_need(own, "lm_head", "specdec."),
             **flags,
         )

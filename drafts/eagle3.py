@@ -47,6 +47,9 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(width, kv, bias=bias)
         self.v_proj = nn.Linear(width, kv, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
 
 class DraftMLP(nn.Module):
@@ -78,15 +81,15 @@ class DraftLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """Draft head over the taps of one target.
 
-    The target's embeddings, and its output rows when `lm_head` is "target_rows", are buffers outside the
-    state
-    dict: they are the target's and are never saved with the head.
+    The target's embeddings when `embed` is "target", and its output rows when `lm_head` is "target_rows", are
+    buffers outside the state dict: they are the target's and are never saved with the head. In a head of
+    another width `embed_proj` and `out_proj` lead to and from them.
 
     Args:
         config: shape and flags.
         vocab: tokens the head can say.
-        target_embed: the target's embeddings [vocab, hidden].
-        target_lm_head: the target's output head [vocab, hidden]; only the rows of `vocab` are kept.
+        target_embed: the target's embeddings [vocab, target_hidden].
+        target_lm_head: the target's output head [vocab, target_hidden]; only the rows of `vocab` are kept.
     """
 
     target_embed: Tensor
@@ -114,21 +117,48 @@ class Eagle3Head(nn.Module):
         rows = target_lm_head[vocab.ids.to(target_lm_head.device)]
         if config.lm_head == "own":
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            with torch.no_grad():
-                self.lm_head.weight.copy_(rows)
+            if config.hidden_size == config.target_hidden_size:
+                with torch.no_grad():
+                    self.lm_head.weight.copy_(rows)
         else:
             self.register_buffer("head_rows", rows.detach().clone(), persistent=False)
+        if config.projects_output:
+            self.out_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
         self.register_buffer("target_embed", target_embed.detach(), persistent=False)
+        if config.embed == "own":
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            if config.hidden_size == config.target_hidden_size:
+                with torch.no_grad():
+                    self.embed_tokens.weight.copy_(target_embed)
+        if config.projects_embeddings:
+            self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
         self.rope = RotaryEmbedding(config.rope)
 
     @property
     def head_weight(self) -> Tensor:
-        """Rows of the output head [draft_vocab, hidden]."""
+        """Rows that `normed` is multiplied by: own [draft_vocab, hidden] or [draft_vocab, target_hidden]."""
         return self.lm_head.weight if self.config.lm_head == "own" else self.head_rows
 
+    @torch.no_grad()
+    def output_rows(self) -> Tensor:
+        """Rows that read the final norm itself [draft_vocab, hidden], any projection multiplied in."""
+        rows = self.head_weight.detach()
+        return rows.float() @ self.out_proj.weight.float() if self.config.projects_output else rows
+
+    @torch.no_grad()
+    def embedding_rows(self) -> Tensor:
+        """What a token contributes [vocab, hidden], any projection multiplied in."""
+        if self.config.embed == "own":
+            return self.embed_tokens.weight.detach()
+        rows = self.target_embed
+        return rows.float() @ self.embed_proj.weight.float().T if self.config.projects_embeddings else rows
+
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Target embeddings [tokens, hidden] of target ids [tokens], in the head's dtype."""
-        return self.target_embed[token_ids].to(self.fc.weight.dtype)
+        """Embeddings [tokens, hidden] of target ids [tokens], in the head's dtype."""
+        if self.config.embed == "own":
+            return self.embed_tokens(token_ids)
+        rows = self.target_embed[token_ids].to(self.fc.weight.dtype)
+        return self.embed_proj(rows) if self.config.projects_embeddings else rows
 
     def fuse(self, states: Tensor) -> Tensor:
         """Fuse taps [..., taps, target_hidden], ascending boundaries, into features [..., hidden]."""
@@ -150,12 +180,16 @@ class Eagle3Head(nn.Module):
 
     def queries(self, x: Tensor) -> Tensor:
         """Queries [tokens, heads, head_dim], not yet rotated, of a layer input."""
-        return self.midlayer.self_attn.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
+        attention = self.midlayer.self_attn
+        queries = attention.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
+        return attention.q_norm(queries) if self.config.qk_norm else queries
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [tokens, kv_heads, head_dim], keys not yet rotated, of a layer input."""
         attention, split = self.midlayer.self_attn, (-1, self.config.head_dim)
-        return attention.k_proj(x).unflatten(-1, split), attention.v_proj(x).unflatten(-1, split)
+        keys = attention.k_proj(x).unflatten(-1, split)
+        keys = attention.k_norm(keys) if self.config.qk_norm else keys
+        return keys, attention.v_proj(x).unflatten(-1, split)
 
     def qkv(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values (heads split, not rotated) and the residual, for a paged runtime.
@@ -174,8 +208,9 @@ class Eagle3Head(nn.Module):
         return y + self.midlayer.mlp(self.midlayer.post_attention_layernorm(y))
 
     def normed(self, z: Tensor) -> Tensor:
-        """The layer output as the output head reads it."""
-        return self.norm(z)
+        """The layer output as the rows of `head_weight` read it."""
+        normed = self.norm(z)
+        return self.out_proj(normed) if self.config.projects_output else normed
 
     def feedback(self, z: Tensor) -> Tensor:
         """The feature of the next drafted row."""
@@ -183,4 +218,4 @@ class Eagle3Head(nn.Module):
 
     def logits(self, z: Tensor) -> Tensor:
         """Draft logits [tokens, draft_vocab]."""
-        return functional.linear(self.norm(z), self.head_weight.to(z.dtype))
+        return functional.linear(self.normed(z), self.head_weight.to(z.dtype))

@@ -31,14 +31,22 @@ class DeviceLayer:
     def __init__(self, head: Eagle3Head, target: TargetView, ops: Operations) -> None:
         self.config, self.ops = head.config, ops
         self._dtype, self._device = target.dtype, target.device
-        self._embed_tokens = target.embed_tokens
+        shared = self.config.embed == "target" and not self.config.projects_embeddings
+        self._embed_tokens = target.embed_tokens if shared else self._vector(head.embedding_rows())
         layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
         self._fc = self._linear(head.fc.weight)
-        self._qkv = self._linear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-        self._out = self._linear(attention.o_proj.weight)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biased = self.config.attention_bias
+        self._qkv = self._linear(
+            *(projection.weight for projection in projections),
+            bias=torch.cat([projection.bias for projection in projections]) if biased else None,
+        )
+        self._out = self._linear(attention.o_proj.weight, bias=attention.o_proj.bias if biased else None)
+        self._q_norm = self._vector(attention.q_norm.weight) if self.config.qk_norm else None
+        self._k_norm = self._vector(attention.k_norm.weight) if self.config.qk_norm else None
         self._gate_up = self._linear(mlp.gate_proj.weight, mlp.up_proj.weight)
         self._down = self._linear(mlp.down_proj.weight)
-        self._output = self._linear(head.head_weight)
+        self._output = self._linear(head.output_rows())
         self._embed_norm = self._vector(layer.input_layernorm.weight)
         self._hidden_norm = self._vector(layer.hidden_norm.weight)
         self._post_norm = self._vector(layer.post_attention_layernorm.weight)
@@ -64,8 +72,9 @@ class DeviceLayer:
             device=target.device,
         )
 
-    def _linear(self, *parts: Tensor) -> Linear:
-        return Linear(self._vector(torch.cat([part.detach() for part in parts])), None)
+    def _linear(self, *parts: Tensor, bias: Tensor | None = None) -> Linear:
+        weight = self._vector(torch.cat([part.detach() for part in parts]))
+        return Linear(weight, None if bias is None else self._vector(bias))
 
     def _vector(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device, self._dtype).contiguous()
@@ -107,6 +116,9 @@ class DeviceLayer:
             value_cache,
             batch.slots,
             num_heads=heads,
+            q_norm=self._q_norm,
+            k_norm=self._k_norm,
+            eps=eps,
         )
         attended = ops.tree_attention(query, key_cache, value_cache, batch)
         inner = ops.silu_mul(

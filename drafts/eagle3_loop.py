@@ -35,17 +35,22 @@ def head_linears(head: Eagle3Head, weights: str) -> list[Linear]:
         [attention.o_proj.weight],
         [mlp.gate_proj.weight, mlp.up_proj.weight],
         [mlp.down_proj.weight],
-        [head.head_weight],
+        [head.output_rows()],
     ]
+    biases: dict[int, Tensor] = {}
+    if head.config.attention_bias:
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases[1] = torch.cat([projection.bias.detach().float() for projection in projections])
+        biases[2] = attention.o_proj.bias.detach().float()
     linears = []
-    for part in parts:
+    for number, part in enumerate(parts):
         weight = torch.cat([matrix.detach().float() for matrix in part])
         storage = Storage.PLAIN
         if weights in ("auto", "int8") and packing_available(Storage.INT8) and bool(weight.isfinite().all()):
             storage = Storage.INT8
         elif weights in ("auto", "fp16-packed") and packing_available() and fits_fp16(weight):
             storage = Storage.FP16
-        linears.append(Linear(weight, None, storage))
+        linears.append(Linear(weight, biases.get(number), storage))
     return linears
 
 
@@ -59,7 +64,14 @@ class HeadLoop(Matrices):
         weights: see `head_linears`.
     """
 
-    __constants__ = ("any_packed", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+    __constants__ = (
+        "any_packed",
+        "fc_norm",
+        "norm_before_fc",
+        "norm_before_residual",
+        "norm_output",
+        "qk_norm",
+    )
 
     def __init__(self, head: Eagle3Head, embed_tokens: Tensor, positions: int, weights: str) -> None:
         super().__init__(head_linears(head, weights))
@@ -68,6 +80,11 @@ class HeadLoop(Matrices):
         self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         vectors = {name: tensor.float() for name, tensor in head.state_dict().items()}
+        self.qk_norm, self.turned_norms = config.qk_norm, torch.empty(0)
+        if config.qk_norm:
+            queries = vectors["midlayer.self_attn.q_norm.weight"].expand(config.num_heads, -1)
+            keys = vectors["midlayer.self_attn.k_norm.weight"].expand(config.num_kv_heads, -1)
+            self.turned_norms = torch.cat((queries, keys))
         taps = range(config.num_taps if config.fc_norm else 0)
         self.tap_norms = [vectors[f"fc_norm.{tap}.weight"] for tap in taps]
         self.flat_norm = vectors["input_norm.weight"] if config.norm_before_fc else torch.empty(0)
@@ -75,7 +92,9 @@ class HeadLoop(Matrices):
         self.hidden_norm = layer.hidden_norm.weight.detach().float()
         self.post_norm = layer.post_attention_layernorm.weight.detach().float()
         self.final_norm = head.norm.weight.detach().float()
-        self.embed_tokens, self.vocab_ids = embed_tokens, head.vocab.ids
+        shared = config.embed == "target" and not config.projects_embeddings
+        self.embed_tokens = embed_tokens if shared else head.embedding_rows().float()
+        self.vocab_ids = head.vocab.ids
         rope = RotaryEmbedding(config.rope)
         self.cos, self.sin = rope.turned(torch.arange(positions), positions)
 
@@ -139,8 +158,11 @@ class HeadLoop(Matrices):
         qkv = self.product(1, x).view(x.size(0), -1, self.head_dim)
         turned = qkv.size(1) - cache.size(1)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        queries_keys = qkv.narrow(1, 0, turned)
+        if self.qk_norm:
+            queries_keys = rms(queries_keys, self.turned_norms, self.eps)
         attended = store_and_attend(
-            rotate(qkv.narrow(1, 0, turned), cos, sin),
+            rotate(queries_keys, cos, sin),
             qkv.narrow(1, turned, cache.size(1)),
             cache.select(0, 0),
             cache.select(0, 1),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specdec.drafts.checkpoint import CONFIG_NAME, WEIGHTS_NAME, StoredDraft
 from specdec.drafts.export_config import exported_config
-from specdec.drafts.foreign import read_foreign
+from specdec.drafts.foreign import are_targets, read_foreign
 from specdec.drafts.formats import DraftFormat, require_representable
 from specdec.drafts.target_facts import TargetFacts
 from specdec.drafts.vocab import DraftVocab
@@ -63,7 +63,7 @@ def make_export(draft: StoredDraft, form: DraftFormat, target: TargetFacts) -> E
     }
     if config.lm_head == "target_rows":
         tensors["lm_head.weight"] = target.lm_head[_vocab(draft).ids].contiguous()
-    if form.ships_embeddings:
+    if form.ships_embeddings and config.embed == "target":
         tensors["embed_tokens.weight"] = target.embed.contiguous()
     return Export(tensors, exported_config(config, draft.dtype, form, target))
 
@@ -136,12 +136,13 @@ def _assert_reads_back(folder: Path, draft: StoredDraft, form: DraftFormat, targ
 
 
 def with_shared_rows(draft: StoredDraft, target: TargetFacts) -> StoredDraft:
-    """The draft without output rows of its own where these are the target's, as an import sees it."""
-    head = draft.tensors.get("lm_head.weight")
-    rows = target.lm_head[_vocab(draft).ids]
-    if head is None or head.dtype != rows.dtype or not torch.equal(head, rows):
-        return draft
-    tensors = {name: tensor for name, tensor in draft.tensors.items() if name != "lm_head.weight"}
-    return StoredDraft(
-        config=replace(draft.config, lm_head="target_rows"), contract=draft.contract, tensors=tensors
-    )
+    """The draft without embeddings and output rows that are the target's, as an import sees it."""
+    config, tensors = draft.config, dict(draft.tensors)
+    if config.embed == "own" and are_targets(tensors["embed_tokens.weight"], target):
+        config = replace(config, embed="target")
+        del tensors["embed_tokens.weight"]
+    head, rows = tensors.get("lm_head.weight"), target.lm_head[_vocab(draft).ids]
+    if head is not None and head.dtype == rows.dtype and torch.equal(head, rows):
+        config = replace(config, lm_head="target_rows")
+        del tensors["lm_head.weight"]
+    return StoredDraft(config=config, contract=draft.contract, tensors=tensors)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specdec.drafts.config import NORM_FLAGS, Eagle3Config
+from specdec.drafts.config import NORM_FLAGS, QWEN3_KIND, Eagle3Config
 from specdec.drafts.format_ids import IDS, NESTED, nested_ids
 from specdec.drafts.formats import DraftFormat
 from specdec.drafts.target_facts import TargetFacts
@@ -63,6 +63,8 @@ def exported_config(
 
 
 def _vllm(shared: dict[str, Any], config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
+    if config.qk_norm:
+        shared = shared | {"architectures": [QWEN3_KIND[0]]}
     return shared | {IDS: list(config.boundaries)}
 
 
@@ -101,7 +103,8 @@ def _speculators(shared: dict[str, Any], config: Eagle3Config, target: TargetFac
 
 def _eagle(shared: dict[str, Any], config: Eagle3Config, target: TargetFacts) -> dict[str, Any]:
     # its mere presence makes this reader expect embeddings in the file
-    kept = {key: value for key, value in shared.items() if key != "target_hidden_size"}
+    dropped = () if config.embed == "own" else ("target_hidden_size",)
+    kept = {key: value for key, value in shared.items() if key not in dropped}
     if config.rope.rope_type != "default":
         kept["rope_scaling"] = {"type": config.rope.rope_type, "factor": config.rope.params["factor"]}
     return kept | {

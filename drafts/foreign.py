@@ -17,11 +17,12 @@ from torch import Tensor
 
 from specdec.config import RopeConfig
 from specdec.drafts.checkpoint import CONFIG_NAME, DraftContract, StoredDraft, check_tensors
-from specdec.drafts.config import NORM_FLAGS, Eagle3Config
+from specdec.drafts.config import LLAMA_KIND, NORM_FLAGS, QWEN3_KIND, Eagle3Config, Embed
 from specdec.drafts.foreign_tensors import canonical_names, order_taps, order_vocab, read_tensors
 from specdec.drafts.format_ids import NESTED, stored_boundaries
 from specdec.drafts.formats import EAGLE_SCALED_THETA, DraftFormat
 from specdec.drafts.target_facts import TargetFacts
+from specdec.drafts.variants import VARIANTS
 from specdec.drafts.vocab import DraftVocab
 from specdec.errors import SpecdecError
 from specdec.provenance import read_json
@@ -78,7 +79,8 @@ def read_foreign(folder: Path, form: DraftFormat, target: TargetFacts, template_
     draft_vocab = raw.get("draft_vocab_size")
     draft_vocab_size = target.vocab_size if draft_vocab is None else int(draft_vocab)
     vocab, vocab_remarks = order_vocab(tensors, target.vocab_size, draft_vocab_size, str(folder))
-    remarks += vocab_remarks + _drop_embeddings(tensors, target, str(folder))
+    remarks += vocab_remarks
+    embed = _embeddings(tensors, raw, form, target, str(folder))
     config = Eagle3Config(
         hidden_size=int(raw["hidden_size"]),
         intermediate_size=int(raw["intermediate_size"]),
@@ -93,6 +95,8 @@ def read_foreign(folder: Path, form: DraftFormat, target: TargetFacts, template_
         target_hidden_size=target.hidden_size,
         target_num_layers=target.num_layers,
         attention_bias=bool(raw.get("attention_bias")),
+        qk_norm=_has_qk_norm(raw, form, where),
+        embed=embed,
         lm_head="target_rows" if _shares_head(tensors, vocab, raw, target, str(folder)) else "own",
         **flags,
     )
@@ -146,30 +150,49 @@ def _refuse_other_heads(raw: Mapping[str, Any], form: DraftFormat, target: Targe
             raise SpecdecError(f"{where}: {key} is missing; the config is not complete")
     aux = (raw.get(NESTED) or {}).get("use_aux_hidden_state", True)
     wanted: tuple[tuple[str, Any, Any, str], ...] = (
-        # cnets.py does not look at it
-        (
-            "model_type",
-            "llama" if form.name == "eagle" else raw.get("model_type", "llama"),
-            "llama",
-            "norms on queries and keys (qwen3) and other layers are not supported",
-        ),
         ("num_hidden_layers", raw.get("num_hidden_layers", 1), 1, "engines disagree about later layers"),
         ("hidden_act", raw.get("hidden_act", "silu"), "silu", "other activations are not supported"),
         ("mlp_bias", bool(raw.get("mlp_bias")), False, "biases there are not supported"),
         ("bias", bool(raw.get("bias")) and form.name != "eagle", False, "a bias on fc is not supported"),
         ("use_aux_hidden_state", bool(aux), True, "a head without taps is no EAGLE-3 head"),
         ("quantization_config", raw.get("quantization_config"), None, "import the unquantised head"),
-        ("hidden_size", raw["hidden_size"], target.hidden_size, "a width and embeddings of its own"),
-        ("target_hidden_size", raw.get("target_hidden_size") or target.hidden_size, target.hidden_size, ""),
+        # readers take the head's own width for the target's where none is stated
+        (
+            "target_hidden_size",
+            raw.get("target_hidden_size") or raw["hidden_size"],
+            target.hidden_size,
+            "it belongs to another target",
+        ),
         ("vocab_size", raw["vocab_size"], target.vocab_size, "it belongs to another target"),
     )
     for name, found, needed, reason in wanted:
         if found != needed:
-            because = {
-                "hidden_size": f": {reason} are not supported, or it belongs to another target",
-                "target_hidden_size": ": it belongs to another target",
-            }.get(name, f": {reason}")
-            raise SpecdecError(f"{where}: {name} ({found}) must be {needed}{because}")
+            raise SpecdecError(f"{where}: {name} ({found}) must be {needed}: {reason}")
+    if raw["hidden_size"] != target.hidden_size and form.name not in VARIANTS["hidden_size"].formats:
+        raise SpecdecError(
+            f"{where}: hidden_size ({raw['hidden_size']}) must be {target.hidden_size}: {form.reader} has no "
+            "heads of another width than the target's"
+        )
+
+
+def _has_qk_norm(raw: Mapping[str, Any], form: DraftFormat, where: str) -> bool:
+    """Whether the head norms queries and keys, as the model_type says and, in vLLM's format, the class."""
+    kind = raw.get("model_type", LLAMA_KIND[1])
+    # the repository's loader does not look at it
+    if form.name == "eagle" or kind == LLAMA_KIND[1]:
+        kind = LLAMA_KIND[1]
+    elif kind != QWEN3_KIND[1] or form.name not in VARIANTS["qk_norm"].formats:
+        raise SpecdecError(
+            f"{where}: model_type ({kind}) must be llama, or qwen3 (norms on queries and keys) where the "
+            "format has it; other layers are not supported"
+        )
+    named = set(raw.get("architectures") or ())
+    if form.name == "vllm" and (QWEN3_KIND[0] in named) != (kind == QWEN3_KIND[1]):
+        raise SpecdecError(
+            f"{where}: architectures ({', '.join(sorted(named))}) and model_type ({kind}) must agree on "
+            f"norms on queries and keys: {QWEN3_KIND[0]} with qwen3, or neither"
+        )
+    return bool(kind == QWEN3_KIND[1])
 
 
 def _flags(raw: Mapping[str, Any], form: DraftFormat, where: str) -> tuple[dict[str, bool], list[str]]:
@@ -190,7 +213,7 @@ def _flags(raw: Mapping[str, Any], form: DraftFormat, where: str) -> tuple[dict[
             if form.name != "eagle":
                 remarks.append(f"{name} is not stated: false")
             stated = False
-        if stated and name not in form.flags:
+        if stated and form.name not in VARIANTS[name].formats:
             raise SpecdecError(
                 f"{where}: {name} (true) is ignored by {form.reader}; if it was trained with it, import it "
                 "with --from vllm"
@@ -225,17 +248,37 @@ def _rope(raw: Mapping[str, Any], form: DraftFormat, where: str) -> tuple[RopeCo
     return rope, remarks
 
 
-def _drop_embeddings(tensors: dict[str, Tensor], target: TargetFacts, where: str) -> list[str]:
-    """Take embeddings out: ours are the target's, so any others are refused."""
-    embed = tensors.pop("embed_tokens.weight", None)
+def are_targets(embed: Tensor, target: TargetFacts) -> bool:
+    """Whether embeddings are the target's, in the dtype they are stored in."""
+    return embed.shape == target.embed.shape and torch.equal(embed, target.embed.to(embed.dtype))
+
+
+def _embeddings(
+    tensors: dict[str, Tensor], raw: Mapping[str, Any], form: DraftFormat, target: TargetFacts, where: str
+) -> Embed:
+    """Whose embeddings the head uses; the target's are taken out, others stay where the reader uses them."""
+    embed = tensors.get("embed_tokens.weight")
     if embed is None:
-        return []
-    if embed.shape != target.embed.shape or not torch.equal(embed, target.embed.to(embed.dtype)):
+        if raw["hidden_size"] != target.hidden_size:
+            raise SpecdecError(
+                f"{where}: hidden_size ({raw['hidden_size']}) is not the target's {target.hidden_size}, and "
+                "a head of a width of its own needs embed_tokens.weight; or it belongs to another target"
+            )
+        return "target"
+    if are_targets(embed, target):
+        del tensors["embed_tokens.weight"]
+        return "target"
+    # the repository loads them only where its config states the target's width
+    used = form.name in VARIANTS["embed"].formats and not (
+        form.name == "eagle" and raw.get("target_hidden_size") is None
+    )
+    if not used:
         raise SpecdecError(
-            f"{where}: embed_tokens.weight differs from the target's embeddings: a head with embeddings "
-            "of its own is not supported, or it belongs to another target"
+            f"{where}: embed_tokens.weight differs from the target's embeddings, which {form.reader} uses in "
+            "their place; if the head was trained with embeddings of its own, import it with --from vllm, or "
+            "it belongs to another target"
         )
-    return []
+    return "own"
 
 
 def _shares_head(

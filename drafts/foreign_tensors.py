@@ -39,7 +39,6 @@ _OTHER_HEADS: tuple[tuple[str, str], ...] = (
         r"^midlayers?\.[1-9]\d*\.",
         "several decoder layers; engines disagree about the norms of the later ones",
     ),
-    (r"\.self_attn\.[qk]_norm\.", "norms on queries and keys (the qwen3 draft variant)"),
     (r"^mask_hidden$", "parallel drafting (P-EAGLE)"),
     (r"^fc\.bias$", "a bias on the fusion of the taps"),
     (r"\.mlp\..*\.bias$", "biases in the feed-forward block"),

@@ -1,10 +1,11 @@
 """The formats in which other engines read an EAGLE-3 draft, and what each of them cannot say.
 
-Owns one literal row per format: names, flags, rotary types, the versions it was read from; and the refusal of
-a head that a format's engine would serve wrongly. Layer ids are `format_ids`', configs `export_config`'s.
+Owns one literal row per format: names, rotary types, the versions it was read from; and the refusal of a head
+that a format's engine would serve wrongly. Layer ids are `format_ids`', configs `export_config`'s, and which
+format holds which kind of head is `variants`'.
 
-Read from code, not run here: vLLM 0.33.0 (`llama_eagle3.py`, `configs/speculators`), SGLang 0.5.23
-(`llama_eagle3.py`), SafeAILab/EAGLE cb7e084 (`cnets.py`), speculators 0.9.0.
+Read from code: vLLM 0.33.0 (`llama_eagle3.py`, `configs/speculators`), SGLang 0.5.23 (`llama_eagle3.py`),
+SafeAILab/EAGLE cb7e084 (`cnets.py`), speculators 0.9.0. Run: vLLM 0.32.0 (`cli/check_vllm.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdec.config import SUPPORTED_ROPE_TYPES
-from specdec.drafts.config import NORM_FLAGS, Eagle3Config
+from specdec.drafts.config import LLAMA_KIND, QWEN3_KIND, Eagle3Config
+from specdec.drafts.variants import unheld
 from specdec.engine_limits import engine_limit
 from specdec.errors import SpecdecError
 
@@ -33,8 +35,6 @@ class DraftFormat:
         architecture: What `architectures` says in an export.
         accepted: What `architectures` may say in an import; empty where the reader does not look at it.
         ships_embeddings: Whether a reader needs the target's embeddings beside the head.
-        flags: Norm flags that its reader implements.
-        attention_bias: Whether its reader has biases on the projections of attention.
         rope_types: Rotary types that its reader has.
     """
 
@@ -45,8 +45,6 @@ class DraftFormat:
     architecture: str
     accepted: frozenset[str]
     ships_embeddings: bool
-    flags: frozenset[str]
-    attention_bias: bool
     rope_types: tuple[str, ...]
 
 
@@ -56,11 +54,9 @@ FORMATS: Mapping[str, DraftFormat] = {
         reader="vLLM",
         versions="vLLM 0.33.0",
         layer="midlayer",
-        architecture="LlamaForCausalLMEagle3",
-        accepted=frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"}),
+        architecture=LLAMA_KIND[0],
+        accepted=frozenset({LLAMA_KIND[0], "Eagle3LlamaForCausalLM", "LlamaForCausalLM", QWEN3_KIND[0]}),
         ships_embeddings=False,
-        flags=frozenset(NORM_FLAGS),
-        attention_bias=True,
         rope_types=SUPPORTED_ROPE_TYPES,
     ),
     "sglang": DraftFormat(
@@ -72,8 +68,6 @@ FORMATS: Mapping[str, DraftFormat] = {
         # NeMo's heads carry the second name, and ids that mean what SGLang's mean
         accepted=frozenset({"LlamaForCausalLMEagle3", "LlamaEagle3DraftModel"}),
         ships_embeddings=False,
-        flags=frozenset({"fc_norm", "norm_output", "norm_before_fc"}),
-        attention_bias=False,
         rope_types=SUPPORTED_ROPE_TYPES,
     ),
     "speculators": DraftFormat(
@@ -84,8 +78,6 @@ FORMATS: Mapping[str, DraftFormat] = {
         architecture="Eagle3DraftModel",
         accepted=frozenset({"Eagle3DraftModel", "Eagle3Speculator"}),
         ships_embeddings=True,
-        flags=frozenset(NORM_FLAGS),
-        attention_bias=True,
         rope_types=SUPPORTED_ROPE_TYPES,
     ),
     "eagle": DraftFormat(
@@ -96,8 +88,6 @@ FORMATS: Mapping[str, DraftFormat] = {
         architecture="LlamaForCausalLM",
         accepted=frozenset(),
         ships_embeddings=False,
-        flags=frozenset(),
-        attention_bias=False,
         rope_types=("default", "linear", "dynamic"),
     ),
 }
@@ -131,11 +121,8 @@ def refusal(config: Eagle3Config, form: DraftFormat, model_type: str) -> str | N
             f"boundary {outside[0]} of {boundaries} cannot be captured on a {model_type} target of {depth} "
             f"layers: {limit.reason}"
         )
-    for flag in NORM_FLAGS:
-        if flag not in form.flags and getattr(config, flag):
-            return f"{flag} (true) is not implemented there and would be ignored without a word"
-    if config.attention_bias and not form.attention_bias:
-        return "attention_bias (true) is not implemented there and would be ignored without a word"
+    if (lacking := unheld(config, form.name)) is not None:
+        return lacking
     if config.rope.rope_type not in form.rope_types:
         return (
             f"rope_type ({config.rope.rope_type}) is not implemented there; it has "

@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def tiny_any_family(request: pytest.FixtureRequest, tiny_model_factory: Callable
 
 @pytest.fixture(scope="session")
 def random_draft() -> Callable[..., Path]:
-    """Call with (target, folder, seed=0): an EAGLE-3 head of random weights for a tiny target, saved."""
+    """Call with (target, folder, seed=0, config overrides): an EAGLE-3 head of random weights, saved."""
     from safetensors.torch import load_file
 
     from specdec.config import ModelConfig
@@ -166,7 +167,7 @@ def random_draft() -> Callable[..., Path]:
     from specdec.drafts.vocab import DraftVocab
     from specdec.provenance import folder_fingerprint
 
-    def make(target: Path, folder: Path, seed: int = 0) -> Path:
+    def make(target: Path, folder: Path, seed: int = 0, **overrides: Any) -> Path:
         model = ModelConfig.from_folder(target)
         config = Eagle3Config(
             hidden_size=model.hidden_size,
@@ -182,6 +183,7 @@ def random_draft() -> Callable[..., Path]:
             target_hidden_size=model.hidden_size,
             target_num_layers=model.num_layers,
         )
+        config = replace(config, **overrides)
         tensors = load_file(target / "model.safetensors")
         vocab = DraftVocab(torch.arange(96), model.vocab_size)
         head = Eagle3Head(config, vocab, tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])

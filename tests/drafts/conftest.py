@@ -142,6 +142,11 @@ def reference_logits(
         normed = _rms(g, w["midlayer.hidden_norm.weight"], eps)
         x = torch.cat((_rms(embeds[: len(g)], w["midlayer.input_layernorm.weight"], eps), normed), -1)
         q, k, v = (project(name, x).unflatten(-1, (-1, d)) for name in "qkv")
+        if config["model_type"] == "qwen3":
+            q, k = (
+                _rms(rows, w[f"midlayer.self_attn.{name}_norm.weight"], eps)
+                for name, rows in (("q", q), ("k", k))
+            )
         groups = q.shape[1] // k.shape[1]
         q, k = _rotated(q, config), _rotated(k, config).repeat_interleave(groups, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / d**0.5

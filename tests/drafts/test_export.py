@@ -23,6 +23,7 @@ from specdec.drafts.foreign import read_foreign
 from specdec.drafts.format_ids import nested_boundaries, nested_ids
 from specdec.drafts.formats import FORMATS
 from specdec.drafts.target_facts import TargetFacts
+from specdec.drafts.variants import VARIANTS
 from specdec.engine_limits import engine_limit
 from specdec.errors import SpecdecError
 from specdec.models.rope import RotaryEmbedding
@@ -32,12 +33,16 @@ WRITE_GOLDEN = "SPECDEC_WRITE_GOLDEN=1 python -m pytest tests/drafts/test_export
 # our head adds up in another order than the reference
 FP32_TOLERANCE = 2e-5
 EAGLE_31 = {"fc_norm": True, "norm_output": True}
+OWN_WIDTH = {"hidden_size": 20, "embed": "own", "lm_head": "own"}
 # name: format, and what the head is
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("vllm", {}),
     "vllm-3.1-four-taps": ("vllm", {**EAGLE_31, "boundaries": (0, 3, 6, 8)}),
     "vllm-bias-own-rows": ("vllm", {"attention_bias": True, "lm_head": "own"}),
     "vllm-full-vocabulary": ("vllm", {"draft_vocab_size": 40}),
+    "vllm-qk-norm": ("vllm", {"qk_norm": True, **EAGLE_31}),
+    "vllm-own-embeddings": ("vllm", {"embed": "own"}),
+    "vllm-own-width": ("vllm", OWN_WIDTH),
     "sglang": ("sglang", {}),
     "sglang-3.1-one-tap": ("sglang", {**EAGLE_31, "boundaries": (7,)}),
     "speculators": ("speculators", {}),
@@ -45,7 +50,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "speculators",
         {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "attention_bias": True},
     ),
+    "speculators-qk-norm-own-width": ("speculators", {**OWN_WIDTH, "qk_norm": True, **EAGLE_31}),
     "eagle": ("eagle", {}),
+    "eagle-own-width": ("eagle", OWN_WIDTH),
     "eagle-full-vocabulary": ("eagle", {"draft_vocab_size": 40, "lm_head": "own"}),
 }
 
@@ -183,6 +190,11 @@ def test_ids_are_spelled_as_each_engine_of_36_layers_reads_them() -> None:
         ("sglang", {"boundaries": (0, 4, 5)}, "boundary 0 of", "--to vllm or speculators"),
         ("sglang", {"norm_before_residual": True}, "norm_before_residual", "--to vllm or speculators"),
         ("sglang", {"attention_bias": True}, "attention_bias", "--to vllm or speculators"),
+        ("sglang", {"qk_norm": True}, "qk_norm", "--to vllm or speculators"),
+        ("sglang", {"embed": "own"}, "embed .own. is overwritten", "--to vllm or speculators or eagle"),
+        ("sglang", OWN_WIDTH, "embed .own. is overwritten", "--to vllm or speculators or eagle"),
+        ("eagle", {"qk_norm": True}, "qk_norm", "--to vllm or speculators"),
+        ("eagle", {"attention_bias": True}, "attention_bias", "--to vllm or speculators"),
         (
             "speculators",
             {"boundaries": (2, 4, 5, 6)},
@@ -235,6 +247,35 @@ def test_what_an_engine_cannot_represent_is_refused_with_the_reason_and_a_way_ou
 ) -> None:
     with pytest.raises(SpecdecError, match=rf"--to {name} .*{reason}.*export it {way_out}"):
         make_export(make_stored(**settings), FORMATS[name], facts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"hidden_size": 20, "lm_head": "own"}, "embed_proj .*--embed own"),
+        ({"hidden_size": 20, "embed": "own"}, "out_proj .*--lm-head own"),
+    ],
+)
+def test_projections_of_our_own_go_nowhere(
+    name: str, settings: dict[str, Any], reason: str, make_stored: Any, facts: TargetFacts
+) -> None:
+    if name == "sglang":
+        reason = "hidden_size|embed"
+    with pytest.raises(SpecdecError, match=rf"--to {name} .*{reason}.*serve it with specdec serve"):
+        make_export(make_stored(**settings), FORMATS[name], facts)
+
+
+def test_every_variant_has_a_case_in_each_format_that_holds_it(make_stored: Any) -> None:
+    held = {name: set() for name in VARIANTS}
+    for form, settings in CASES.values():
+        config = make_stored(**settings).config
+        for name, variant in VARIANTS.items():
+            if variant.present(config):
+                held[name].add(form)
+    for name, variant in VARIANTS.items():
+        assert held[name] <= variant.formats
+        assert bool(held[name]) == bool(variant.formats), name
 
 
 def test_families_of_sglang_have_limits_of_their_own(make_stored: Any, facts: TargetFacts) -> None:

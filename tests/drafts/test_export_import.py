@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec.drafts import _serve
-from specdec.drafts.checkpoint import LoadedDraft, StoredDraft, load_draft, write_draft
+from specdec.drafts.checkpoint import StoredDraft
 from specdec.drafts.export import make_export, write_export
 from specdec.drafts.foreign import ForeignDraft, read_foreign
 from specdec.drafts.formats import FORMATS
@@ -249,19 +248,30 @@ def _nested(*ids: int) -> Change:
         (
             "vllm",
             _add("midlayer.self_attn.q_norm.weight", 6),
-            "q_norm.weight belongs to a head with norms on q",
+            "q_norm.weight is not part of this head",
         ),
         ("vllm", _add("layers.1.mlp.up_proj.weight", 6), "head with several decoder layers"),
         ("vllm", _add("fc.bias", 16), "a bias on the fusion"),
         ("vllm", _add("mask_hidden", 1, 1, 48), "P-EAGLE"),
         ("vllm", _add("model.fc.weight", 16, 48), "two tensors are fc.weight"),
-        ("vllm", _add("embed_tokens.weight", 40, 16), "embeddings of its own"),
-        ("vllm", _set(hidden_size=32), r"hidden_size \(32\) must be 16: a width and embeddings of its own"),
+        ("sglang", _add("embed_tokens.weight", 40, 16), "which SGLang uses in their place"),
+        ("eagle", _add("embed_tokens.weight", 40, 16), "which SafeAILab's EAGLE repository uses in"),
+        ("vllm", _add("embed_tokens.weight", 40, 17), "embed_tokens.weight has shape"),
+        ("vllm", _set(hidden_size=32), r"hidden_size \(32\) is not the target's 16"),
+        ("sglang", _set(hidden_size=32), "SGLang has no heads of another width"),
+        ("vllm", _set(hidden_size=32, target_hidden_size=None), r"target_hidden_size \(32\) must be 16"),
         ("vllm", _set(target_hidden_size=32), "another target"),
         ("vllm", _set(vocab_size=41), "another target"),
         ("vllm", _set(num_hidden_layers=2), r"num_hidden_layers \(2\) must be 1"),
-        ("vllm", _set(model_type="qwen3"), "norms on queries and keys"),
+        ("vllm", _set(model_type="qwen3"), "must agree on norms on queries and keys"),
+        ("vllm", _set(model_type="gemma3"), r"model_type \(gemma3\) must be llama"),
+        ("sglang", _set(model_type="qwen3"), r"model_type \(qwen3\) must be llama"),
         ("vllm", _set(architectures=["Eagle3Qwen3ForCausalLM"]), "Eagle3Qwen3ForCausalLM"),
+        (
+            "vllm",
+            _set(architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3"),
+            "k_norm.weight is missing",
+        ),
         ("vllm", _set(architectures=["LlamaEagle3DraftModel"]), "LlamaEagle3DraftModel"),
         ("vllm", _set(hidden_act="gelu"), "hidden_act"),
         ("vllm", _set(mlp_bias=True), "mlp_bias"),
@@ -342,14 +352,3 @@ def test_the_repository_assumes_a_theta_where_none_is_stated(exported: Any) -> N
     found = folder.read()
     assert found.draft.config.rope.theta == 10000.0
     assert "rope_theta is not stated: 10000" in found.remarks[0]
-
-
-def test_a_head_with_biases_is_kept_and_not_served_without_them(
-    make_stored: Any, facts: TargetFacts, tmp_path: Path
-) -> None:
-    write_draft(tmp_path / "draft", make_stored(attention_bias=True))
-    loaded = load_draft(tmp_path / "draft", facts.embed, facts.lm_head)
-    assert isinstance(loaded, LoadedDraft)
-    assert loaded.head.midlayer.self_attn.o_proj.bias.shape == (16,)
-    with pytest.raises(SpecdecError, match="attention_bias"):
-        _serve(loaded, None)  # type: ignore[arg-type]  # refused before the target is looked at
