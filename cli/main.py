@@ -47,6 +47,7 @@ from specdec.cli.import_draft import import_draft
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.report import report
+from specdec.cli.replay import replay
 from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
 from specdec.cli.serve import serve
@@ -81,6 +82,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "bench": bench,
     "compare": compare,
+    "replay": replay,
     "audit": audit,
     "sweep": sweep,
     "report": report,

@@ -63,6 +63,10 @@ OPTIONS: dict[str, str] = {
         "target --draft --shape --data --limit --turns --max-tokens --batch-size --temperature --seed "
         "--adaptive --block-size --kv-tokens --out"
     ),
+    "replay": (
+        "target --draft --shape --data --limit --turns --max-tokens --batch-size --temperature --seed "
+        "--adaptive --block-size --kv-tokens --out"
+    ),
     "audit": (
         "target --draft --levels --rule --lossy --knob --exact --dtype --weights --shape --batch-size --data "
         "--limit --tasks --task-limit --max-tokens --task-tokens --draws --engine-draws --temperature --seed "
