@@ -31,7 +31,9 @@ HAPPENS = (
 PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
 
 
-SIEGE = 400  # steps within which whoever is here is served, whatever comes meanwhile
+# steps for each request that is here within which they are served, whatever comes meanwhile: one in four
+# admissions is by age, and a small pool holds one or two texts, each of which takes about a dozen steps
+SIEGE = 100
 
 
 class Machine(RuleBasedStateMachine):
@@ -133,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         here = list(self.host.open)
         if len(self.host.finished) % 7 != wish or not here:
             return  # a siege is long: not every time
-        for _ in range(SIEGE):
+        for _ in range(SIEGE * len(here)):
             while sum(seq not in here for seq in self.host.open) < 5:
                 prompt = [self.host.rng.randrange(VOCAB) for _ in range(length)]
                 self.host.add(prompt, tokens, "target", priority=-100)
