@@ -18,7 +18,7 @@ _SHARED = frozenset(
 )
 _LOAD = frozenset(
     {"url", "model", "endpoint", "concurrency", "request_rate", "shared_prefix", "prefix_groups"}
-    | {"think_time", "cold", "goodput", "extra_body", "request_timeout"}
+    | {"think_time", "cold", "goodput", "extra_body", "request_timeout", "duration", "server_pid"}
 )
 # what the measurements of a machine, which decode no prompts, go by
 _ALONE = {

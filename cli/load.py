@@ -21,7 +21,9 @@ from specdec.cli.load_drive import Asking, Load, Server, drive
 from specdec.cli.load_figures import DEFINITIONS, figures_of
 from specdec.cli.load_picture import draw_load
 from specdec.cli.load_plan import LoadPlan
+from specdec.cli.load_soak import print_soak, soak
 from specdec.cli.load_traffic import Conversation, make_traffic, prefix_texts, probe_text, warm_up_text
+from specdec.cli.load_windows import DEFINITIONS as SOAK_DEFINITIONS
 from specdec.cli.outputs import require_not_input, require_writable
 from specdec.errors import SpecdecError
 from specdec.provenance import RunRecord, sha256_file, write_json_atomic
@@ -47,23 +49,30 @@ def run_load(plan: LoadPlan) -> dict[str, Any]:
             require_writable("--out", picture)
     prompts = load_prompts(plan.data)[: plan.limit]
     summary, loads = asyncio.run(_measure(plan, prompts))
-    _print(plan, summary)
+    if plan.duration is not None:
+        print_soak(summary)
+    else:
+        _print(plan, summary)
     if plan.out is not None:
         record = RunRecord.collect(
             seeds={"traffic": plan.seed},
             data_hash=sha256_file(prompt_file(plan.data)),
             defaults=_settings(plan),
         )
-        requests = [[asdict(one) for one in load.records] for load in loads]
+        # those of half an hour would be megabytes
+        kept = loads if plan.duration is None else []
+        requests = [[asdict(one) for one in load.records] for load in kept]
+        definitions = DEFINITIONS if plan.duration is None else {**DEFINITIONS, **SOAK_DEFINITIONS}
         write_json_atomic(
             plan.out,
-            {**summary, "run": record.to_dict(), "definitions": DEFINITIONS, "per_request": requests},
+            {**summary, "run": record.to_dict(), "definitions": definitions, "per_request": requests},
         )
         say(f"written: {plan.out}")
     if picture is not None:
         draw_load(summary["points"], picture, title=_title(plan, summary))
         say(f"written: {picture}")
-    if not any(point["completed"] for point in summary["points"]):
+    summary.pop("memory_samples", None)
+    if not any(record.error is None for load in loads for record in load.records):
         kind, detail = next((one.error, one.detail) for load in loads for one in load.records if one.error)
         raise SpecdecError(f"--url ({plan.url}) gave no whole answer; the first: {kind}: {detail}")
     return summary
@@ -74,6 +83,10 @@ async def _measure(plan: LoadPlan, prompts: Sequence[Prompt]) -> tuple[dict[str,
     try:
         model = plan.model or await client.first_model()
         asking = _asking(plan, model)
+        if plan.duration is not None:
+            await _warm_up(client, asking, plan.warm_up)
+            summary, load = await soak(client, plan, asking, prompts, model)
+            return summary, [load]
         prefixes: list[str] = []
         per_word = None
         if plan.shared_prefix:

@@ -92,6 +92,14 @@ class LoadClient:
         except (ValueError, LookupError, TypeError) as error:
             raise SpecdecError(f"--url ({self._base}) lists no model under /models") from error
 
+    async def metrics(self) -> str | None:
+        """The server's /metrics, None when it has none."""
+        try:
+            reply = await self._http.get(f"{self._base.removesuffix('/v1')}/metrics")
+        except httpx2.HTTPError:
+            return None
+        return reply.text if reply.status_code == 200 else None
+
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Events of one streamed request, up to [DONE].
 

@@ -9,12 +9,15 @@ event ends a gap, and the last one ends the request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.cli.load_client import RequestFailed
 from specdec.cli.load_traffic import Conversation
+
+# what `keep_busy` waits after a request that failed
+REFUSED_PAUSE_S = 0.2
 
 
 class Server(Protocol):
@@ -113,36 +116,107 @@ async def drive(
     """
     loop = asyncio.get_running_loop()
     free = asyncio.Semaphore(clients or len(conversations))
-    records: list[LoadRecord] = []
-    start = loop.time()
+    held = _Held(server, on_answer, loop.time())
 
     async def hold(conversation: Conversation) -> None:
         await asyncio.sleep(conversation.arrives_s)
         due = loop.time()
         async with free:
-            messages: list[dict[str, str]] = []
-            for turn, text in enumerate(conversation.turns):
-                if turn:
-                    await asyncio.sleep(conversation.pauses_s[turn - 1])
-                    due = loop.time()
-                messages.append({"role": "user", "content": text})
-                record = LoadRecord(
-                    conversation=conversation.id,
-                    turn=turn,
-                    sent_s=loop.time() - start,
-                    late_s=loop.time() - due,
-                )
-                answer = await _ask(server, asking.path, asking.body(conversation, messages), record, start)
-                records.append(record)
-                on_answer(record)
-                if record.error is not None:
-                    return
-                messages.append({"role": "assistant", "content": answer})
+            await held.hold(conversation, asking, due)
 
     async with asyncio.TaskGroup() as group:
         for conversation in conversations:
             group.create_task(hold(conversation))
-    return Load(records=records, duration_s=loop.time() - start)
+    return held.load()
+
+
+async def keep_busy(
+    server: Server,
+    conversations: Iterator[tuple[Conversation, Asking]],
+    *,
+    clients: int,
+    seconds: float,
+    on_answer: Callable[[LoadRecord], None] = lambda record: None,
+) -> Load:
+    """Have clients hold one conversation after the other; no request is begun after so many seconds.
+
+    Args:
+        server: asked.
+        conversations: endless; dealt out as clients come free.
+        clients: how many.
+        seconds: see above; what is under way then is still answered.
+        on_answer: called with each request that ended.
+    """
+    start = asyncio.get_running_loop().time()
+    held = _Held(server, on_answer, start, start + seconds)
+
+    async def client() -> None:
+        while not held.is_over:
+            await held.hold(*next(conversations), None)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+    return held.load()
+
+
+class _Held:
+    """Conversations under way, and what came of their requests.
+
+    Args:
+        server: asked.
+        on_answer: called with each request that ended.
+        start: of the load, on the loop's clock.
+        end: when no request is begun any more; None for never.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        on_answer: Callable[[LoadRecord], None],
+        start: float,
+        end: float | None = None,
+    ) -> None:
+        self._server = server
+        self._on_answer = on_answer
+        self._start, self._end = start, end
+        self._loop = asyncio.get_running_loop()
+        self._records: list[LoadRecord] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self._end is not None and self._loop.time() >= self._end
+
+    def load(self) -> Load:
+        return Load(records=self._records, duration_s=self._loop.time() - self._start)
+
+    async def hold(self, conversation: Conversation, asking: Asking, due: float | None) -> None:
+        """Every turn of a conversation; the first was due at a moment, None for as soon as it is held."""
+        loop = self._loop
+        due = loop.time() if due is None else due
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(conversation.turns):
+            if turn:
+                await asyncio.sleep(conversation.pauses_s[turn - 1])
+                due = loop.time()
+            if self.is_over:
+                return
+            messages.append({"role": "user", "content": text})
+            record = LoadRecord(
+                conversation=conversation.id,
+                turn=turn,
+                sent_s=loop.time() - self._start,
+                late_s=loop.time() - due,
+            )
+            body = asking.body(conversation, messages)
+            answer = await _ask(self._server, asking.path, body, record, self._start)
+            self._records.append(record)
+            self._on_answer(record)
+            if record.error is not None:
+                # a server that refuses at once is not to be asked as fast as it can refuse
+                await asyncio.sleep(0 if self._end is None else REFUSED_PAUSE_S)
+                return
+            messages.append({"role": "assistant", "content": answer})
 
 
 async def _ask(server: Server, path: str, body: dict[str, Any], record: LoadRecord, start: float) -> str:

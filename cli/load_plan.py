@@ -31,6 +31,8 @@ class LoadPlan:
         request_rate: conversations begun a second, `inf`: all at once, or as clients come free.
         goodput: limits in ms by latency.
         extra_body: further fields of every request.
+        duration: seconds for which clients are kept busy in place of one pass over the prompts.
+        server_pid: whose memory is sampled meanwhile; None: as the server's own /metrics say.
     """
 
     url: str
@@ -54,6 +56,8 @@ class LoadPlan:
     seed: int
     warm_up: int
     out: Path | None
+    duration: float | None = None
+    server_pid: int | None = None
 
     def __post_init__(self) -> None:
         if self.endpoint not in ENDPOINTS:
@@ -72,11 +76,27 @@ class LoadPlan:
             raise UsageError("--think-time needs --turns of 2 or more: it is the pause between turns")
         if self.prefix_groups > 1 and not self.shared_prefix:
             raise UsageError("--prefix-groups needs --shared-prefix, the tokens that a group shares")
+        if self.duration is not None:
+            self._check_duration(self.duration)
+        elif self.server_pid is not None:
+            raise UsageError("--server-pid needs --duration: memory is sampled over time")
         if len(self.concurrency) > 1 and not math.isinf(self.request_rate):
             raise UsageError(
                 "--concurrency with several counts is a sweep of clients that ask as fast as they are "
                 "answered; drop --request-rate, or give one count"
             )
+
+    def _check_duration(self, duration: float) -> None:
+        if not 0 < duration < math.inf:
+            raise UsageError(f"--duration ({duration:g}) must be above 0 seconds")
+        if len(self.concurrency) != 1 or self.concurrency[0] is None:
+            raise UsageError("--duration needs one count of clients: --concurrency 8")
+        for option, is_given in (
+            ("--request-rate", not math.isinf(self.request_rate)),
+            ("--shared-prefix", self.shared_prefix > 0),
+        ):
+            if is_given:
+                raise UsageError(f"{option} and --duration exclude each other: clients are busy all the time")
 
 
 def parse_concurrency(text: str | None) -> tuple[int | None, ...]:

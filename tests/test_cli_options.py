@@ -53,7 +53,8 @@ OPTIONS: dict[str, str] = {
         "--batch-size --temperature --seed --repeats --warm-up --adaptive --pass-costs --simulate-acceptance "
         "--device --dtype --deterministic --transformers --verify-cost --micro --trace --out --resume --url "
         "--model --endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns "
-        "--think-time --cold --ignore-eos --goodput --extra-body --request-timeout"
+        "--think-time --cold --ignore-eos --goodput --extra-body --request-timeout --duration "
+        "--server-pid"
     ),
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --batch-size --repeats --warm-up "

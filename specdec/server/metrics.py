@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 PREFIX = "specdec:"
 # seconds; vLLM's buckets, with finer ones below for small models
@@ -40,6 +47,8 @@ class ServerMetrics:
         # the time each counter was made doubles the page and tells nothing
         disable_created_metrics()
         self.registry = CollectorRegistry()
+        # memory, open files and processor time of the process, under Prometheus' own names
+        ProcessCollector(registry=self.registry)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read, once for each prompt.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens written.")
         self.time_to_first_token = self._histogram(

@@ -6,6 +6,7 @@ import asyncio
 import selectors
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from specdec.cli.datasets import Prompt
 from specdec.cli.load_client import RequestFailed
-from specdec.cli.load_drive import Asking, Load, LoadRecord, drive
+from specdec.cli.load_drive import REFUSED_PAUSE_S, Asking, Load, LoadRecord, drive, keep_busy
 from specdec.cli.load_figures import acceptance_of, figures_of
 from specdec.cli.load_traffic import Conversation, make_traffic, prefix_texts
 
@@ -254,3 +255,25 @@ def test_acceptance_is_summed_from_ours_and_from_vllms_counts() -> None:
         "acceptance_rate_per_node": 22 / 45,
     }
     assert acceptance_of(records[2:]) is None
+
+
+def test_clients_are_busy_until_the_end_and_begin_nothing_behind_it() -> None:
+    server = Scripted()
+    endless = ((one, ASKING) for _ in count() for one in conversations(2))
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        load = runner.run(keep_busy(server, endless, clients=3, seconds=9.0))
+    # an answer takes 0.95 s, so each client begins ten
+    assert len(load.records) == 30
+    assert server.most == 3
+    assert max(record.sent_s for record in load.records) < 9.0
+    assert load.duration_s == pytest.approx(9.5)
+
+
+def test_a_server_that_refuses_is_not_asked_as_fast_as_it_refuses() -> None:
+    server = Scripted(fails=lambda body: RequestFailed("http 429", "full"))
+    endless = ((one, ASKING) for _ in count() for one in conversations(2))
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        load = runner.run(keep_busy(server, endless, clients=1, seconds=9.9))
+    # each is refused after 0.2 s
+    assert len(load.records) == 25
+    assert REFUSED_PAUSE_S == 0.2

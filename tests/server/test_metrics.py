@@ -100,7 +100,8 @@ def test_the_text_is_prometheus_own_format(live: Any) -> None:
     assert headers["content-type"].startswith("text/plain; version=")
     names = {family.name for family in text_string_to_metric_families(data.decode())}
     assert "specdec:spec_decode_num_drafts" in names
-    assert all(name.startswith("specdec:") for name in names)
+    assert all(name.startswith(("specdec:", "process_")) for name in names)
+    assert "process_resident_memory_bytes" in names
 
 
 def test_the_dashboard_uses_metrics_that_exist(live: Any) -> None:
