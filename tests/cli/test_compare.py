@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli import peers
+from specdec.cli import compare_run, peers
 from specdec.cli.compare_run import common_prefix, summarise
 from specdec.cli.main import main
 from specdec.cli.measure import Measured
+from specdec.cli.peer_servers import PeerServer
 from specdec.cli.peers import PeerKind, PeerProcess, environment_of, parse_peer, setup_of
 from specdec.errors import SpecdecError, UsageError
 from specdec.stats import SpecStats
@@ -52,6 +53,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script.write_text(FAKE)
     kind = PeerKind(script=str(script), options=("fail", "short", "method"), family="fake")
     monkeypatch.setitem(peers.KINDS, "fake", kind)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No speed is measured here: threads need not go to sleep between engines."""
+    monkeypatch.setattr(compare_run, "SETTLE_S", 0.0)
 
 
 @pytest.fixture
@@ -111,12 +118,13 @@ def test_unequal_numbers_of_tokens_are_refused(fake: None, tmp_path: Path) -> No
 def test_transformers_writes_our_tokens_and_both_stand_in_one_table(
     fake: None, tiny_llama: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equal text, past any end token, shows that every engine was asked for the same thing."""
+    """Equal text, past any end token and padded, shows that every engine was asked for the same thing."""
     out = tmp_path / "compare.json"
     words = ["compare", str(tiny_llama), "--data", str(prompts), "--max-tokens", "20", "--out", str(out)]
     words += ["--draft", "ngram", "--peer", "transformers", "--peer", "fake", "--peer", "fake,method=x"]
-    assert main(words) == 0
+    assert main([*words, "--batch-size", "2"]) == 0
     summary = last_json(capsys.readouterr().out)
+    assert summary["batch_size"] == 2
     engines = {one["engine"]: one for one in summary["engines"]}
     names = ["specdec plain", "specdec ngram chain:3", "transformers", "fake", "fake method=x"]
     assert list(engines) == names
@@ -183,6 +191,63 @@ def test_a_server_is_asked_by_token_ids(
     assert peer["identical"] == 0
 
 
+def test_a_batch_is_that_many_clients_of_a_server(server: str, tmp_path: Path) -> None:
+    peer = PeerServer(parse_peer(f"url:{server}"), lambda text: [9] * (len(text) // 2))
+    answers, seconds = peer.answer(["a", "b", "c"], [[1], [2], [3]], 4)
+    given = "ids" in peer.facts["settings"]["tokens"]
+    assert answers == ([[1] * 4, [2] * 4, [3] * 4] if given else [[9] * 4] * 3)
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("option", ["assistant=TARGET", pytest.param("early_exit=2", marks=pytest.mark.slow)])
+def test_assisted_transformers_writes_our_tokens_one_prompt_at_a_time(
+    option: str, tiny_llama: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Drafts of another model, or of the target's own first layers, change no token."""
+    words = ["compare", str(tiny_llama), "--data", str(prompts), "--max-tokens", "12", "--limit", "2"]
+    words += ["--peer", f"transformers-assisted,{option.replace('TARGET', str(tiny_llama))},k=3"]
+    assert main([*words, "--batch-size", "2"]) == 2
+    assert "one prompt at a time" in capsys.readouterr().err
+    assert main(words) == 0
+    found = last_json(capsys.readouterr().out)["engines"][1]
+    assert found["identical"] == 2
+    assert found["speedup"] is None
+    assert "/" not in found["engine"]
+    assert "/" not in json.dumps(found["engine_facts"]["settings"])
+
+
+SGLANG = """
+__version__ = "0.5.23"
+
+class Engine:
+    def __init__(self, **arguments):
+        assert arguments["disable_radix_cache"] and arguments["skip_tokenizer_init"]
+        self.drafted = arguments.get("speculative_num_draft_tokens")
+
+    def generate(self, input_ids, sampling_params):
+        assert sampling_params == {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True}
+        return [{"output_ids": [ids[0], self.drafted or 0] + [1] * 3} for ids in input_ids]
+"""
+
+
+def test_sglang_is_asked_by_ids_and_counts_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of its name in the place of the engine: what our program asks of it."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sglang.py").write_text(SGLANG)
+    starter = tmp_path / "python"
+    starter.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    starter.chmod(0o755)
+    for text, root in (("", 0), (",method=ngram,k=3", 4)):
+        process = started(f"sglang:{starter}{text}", tmp_path)
+        try:
+            assert process.facts["engine"] == "SGLang 0.5.23"
+            answers, _ = process.answer(["a", "b"], [[7, 8], [9]], 5)
+            assert answers == [[7, root, 1, 1, 1], [9, root, 1, 1, 1]]
+        finally:
+            process.close()
+
+
 def test_a_server_that_is_not_there_is_one_line(
     tiny_llama: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +279,8 @@ def test_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama.cpp", "is no Python"),
         ("transformers,draft=x", "no options"),
         ("transformers-lookup,lookup=", "lookup=VALUE"),
+        ("transformers-assisted", "needs assistant=VALUE or early_exit=VALUE"),
+        ("transformers-assisted,k=3", "needs assistant=VALUE"),
         ("transformers-lookup,lookup=1,lookup=2", "each once"),
         ("url:localhost", "http://HOST:PORT"),
     ],
@@ -267,3 +334,6 @@ def test_options_that_cannot_be_are_refused(tiny_llama: Path, capsys: pytest.Cap
     assert main(["compare", str(tiny_llama), "--peer", "transformers", "--shape", "chain:2"]) == 2
     assert main(["compare", "random:tiny", "--peer", "transformers"]) == 2
     assert "no weights" in capsys.readouterr().err
+    single = ["compare", str(tiny_llama), "--batch-size", "2", "--peer", f"llama.cpp:{sys.executable},gguf=x"]
+    assert main(single) == 2
+    assert "one prompt at a time" in capsys.readouterr().err
