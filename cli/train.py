@@ -57,10 +57,22 @@ def train(
         int | None, typer.Option(help="KV heads (default: the target's).")
     ] = DEFAULT.num_kv_heads,
     lm_head: Annotated[str, typer.Option(help="target_rows (frozen, not shipped) or own.")] = DEFAULT.lm_head,
+    embed: Annotated[str, typer.Option(help="target (frozen, not shipped) or own.")] = DEFAULT.embed,
+    hidden_size: Annotated[
+        int | None, typer.Option(help="Width of the head (default: the target's); with --init random.")
+    ] = DEFAULT.hidden_size,
     fc_norm: Annotated[bool, typer.Option(help="RMSNorm on each tap (EAGLE-3.1).")] = DEFAULT.fc_norm,
     norm_output: Annotated[
         bool, typer.Option(help="Feed back the normed output (EAGLE-3.1).")
     ] = DEFAULT.norm_output,
+    norm_before_residual: Annotated[
+        bool, typer.Option(help="Add the normed feature, not the feature, to the layer's output.")
+    ] = DEFAULT.norm_before_residual,
+    norm_before_fc: Annotated[
+        bool, typer.Option(help="One RMSNorm over all taps; with --no-fc-norm.")
+    ] = DEFAULT.norm_before_fc,
+    attention_bias: Annotated[bool, typer.Option(help="Biases on attention.")] = DEFAULT.attention_bias,
+    qk_norm: Annotated[bool, typer.Option(help="RMSNorm on queries and keys (Qwen3).")] = DEFAULT.qk_norm,
     init: Annotated[
         str, typer.Option(help="ridge (closed form), random, or last-layer (of the target).")
     ] = DEFAULT.init,
@@ -123,8 +135,14 @@ def train(
             intermediate_size=intermediate_size,
             num_kv_heads=kv_heads,
             lm_head=cast(Any, lm_head),
+            embed=cast(Any, embed),
+            hidden_size=hidden_size,
             fc_norm=fc_norm,
             norm_output=norm_output,
+            norm_before_residual=norm_before_residual,
+            norm_before_fc=norm_before_fc,
+            attention_bias=attention_bias,
+            qk_norm=qk_norm,
             init=cast(Any, init),
             self_attending=self_attending,
             unroll=unroll,

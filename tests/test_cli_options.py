@@ -21,7 +21,8 @@ OPTIONS: dict[str, str] = {
     ),
     "train": (
         "target --layers --data --out --states-cache --init-from --draft-vocab-size "
-        "--intermediate-size --kv-heads --lm-head --fc-norm --norm-output --init --self-attending "
+        "--intermediate-size --kv-heads --lm-head --embed --hidden-size --fc-norm --norm-output "
+        "--norm-before-residual --norm-before-fc --attention-bias --qk-norm --init --self-attending "
         "--unroll --step-weight --loss --distill-top-k --prompt-rows --depth-sampling --epochs --steps "
         "--max-hours --batch-tokens --lr --seed --dtype --save-dtype --target-dtype --max-length "
         "--eval-sequences --eval-depth --eval-every --save-every --resume"
@@ -59,10 +60,6 @@ OPTIONS: dict[str, str] = {
     "compare": (
         "target --peer --draft --shape --data --limit --max-tokens --batch-size --repeats --warm-up "
         "--adaptive --device --dtype --out"
-    ),
-    "replay": (
-        "target --draft --shape --data --limit --turns --max-tokens --batch-size --temperature --seed "
-        "--adaptive --block-size --kv-tokens --out"
     ),
     "replay": (
         "target --draft --shape --data --limit --turns --max-tokens --batch-size --temperature --seed "

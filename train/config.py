@@ -17,6 +17,8 @@ Init = Literal["ridge", "random", "last-layer"]
 INITS: tuple[Init, ...] = ("ridge", "random", "last-layer")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 STORAGE_DTYPES = ("float16", "bfloat16")
+Schedule = Literal["cosine", "wsd"]
+SCHEDULES: tuple[Schedule, ...] = ("cosine", "wsd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,15 @@ class TrainConfig:
     intermediate_size: int | None = None
     num_kv_heads: int | None = None
     lm_head: Literal["own", "target_rows"] = "target_rows"
+    embed: Literal["own", "target"] = "target"
+    # None: the target's width
+    hidden_size: int | None = None
     fc_norm: bool = True
     norm_output: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
     init: Init = "ridge"
     self_attending: bool = True
     # the objective; 0.8 is EAGLE-3's weight per step, 4 steps serve chains of about that length
@@ -55,11 +64,18 @@ class TrainConfig:
     learning_rate: float = 3e-4
     min_lr_ratio: float = 0.02
     warmup_ratio: float = 0.05
+    schedule: Schedule = "cosine"
+    # share of all steps in which "wsd" falls
+    decay_ratio: float = 0.2
+    # share of the old average that a step keeps; None: the weights themselves are measured and saved
+    ema: float | None = None
     weight_decay: float = 0.01
     adam_betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
     seed: int = 0
     compute_dtype: str = "bfloat16"
+    # weights, gradients and optimiser state in shards, one a process (FSDP)
+    shard_weights: bool = False
     save_dtype: str = "float16"
     # the data
     max_length: int = 2048
@@ -67,6 +83,8 @@ class TrainConfig:
     eval_sequences: int = 48
     eval_depth: int = 4
     target_dtype: str = "float32"
+    # spread a target too large for one card over several
+    device_map: str | None = None
     # rows of the [rows, draft vocabulary] blocks of the loss: 256 x 16,384 floats stay in a 32 MB cache
     loss_chunk_rows: int = 256
     # upkeep
@@ -74,6 +92,10 @@ class TrainConfig:
     save_every: int = 200
     eval_every: int = 500
     keep_checkpoints: int = 2
+    # decoding in the engine: steps between measurements, prompts, tokens of each; 0 steps: never
+    accept_every: int = 0
+    accept_prompts: int = 4
+    accept_tokens: int = 48
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,27 +109,48 @@ class TrainConfig:
             self._whole(name, 1)
         for name in ("save_every", "eval_every", "keep_checkpoints", "eval_depth", "draft_vocab_size"):
             self._whole(name, 1)
-        for name in ("steps", "intermediate_size", "num_kv_heads", "distill_top_k"):
+        for name in ("steps", "intermediate_size", "num_kv_heads", "distill_top_k", "hidden_size"):
             if getattr(self, name) is not None:
                 self._whole(name, 1)
         self._whole("eval_sequences", 0)
+        self._whole("accept_every", 0)
+        self._whole("accept_prompts", 1)
+        self._whole("accept_tokens", 2)
         self._between("learning_rate", 0.0, 1.0)
         self._between("step_weight", 0.0, 1.0)
         self._between("warmup_ratio", -1e-9, 0.9)
+        self._between("decay_ratio", 0.0, 1.0)
         self._between("eval_fraction", -1e-9, 0.5)
         self._between("prompt_row_weight", 0.0, 10.0)
         self._between("epochs", 0.0, 1e4)
+        self._between("clip_norm", 0.0, 1e9)
+        self._between("min_lr_ratio", -1e-9, 1.0)
         if self.max_hours is not None:
             self._between("max_hours", 0.0, 1e4)
+        if self.ema is not None:
+            self._between("ema", 0.0, 0.999999)
         self._one_of("loss", LOSS_KINDS)
         self._one_of("init", INITS)
+        self._one_of("schedule", SCHEDULES)
         self._one_of("compute_dtype", COMPUTE_DTYPES)
         self._one_of("save_dtype", STORAGE_DTYPES)
         self._one_of("target_dtype", ("float32", "bfloat16", "float16"))
         self._one_of("lm_head", ("own", "target_rows"))
+        self._one_of("embed", ("own", "target"))
+        if self.fc_norm and self.norm_before_fc:
+            raise SpecdecError(
+                "fc_norm (true) and norm_before_fc (true) exclude each other; use --no-fc-norm"
+            )
         if self.init == "ridge" and not (self.fc_norm and self.self_attending):
             raise SpecdecError(
                 "init (ridge) needs fc_norm and self_attending; use --init random without them"
+            )
+        if self.init == "ridge" and self.norm_before_residual:
+            raise SpecdecError("init (ridge) has no norm_before_residual; use --init random with it")
+        if self.init != "random" and self.hidden_size is not None:
+            raise SpecdecError(
+                f"init ({self.init}) fits heads of the target's width; use --init random with hidden_size "
+                f"({self.hidden_size})"
             )
         if self.unroll > 16:
             raise SpecdecError(

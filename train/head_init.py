@@ -33,7 +33,7 @@ def head_config(
     hidden = int(raw["hidden_size"])
     head_dim = int(raw.get("head_dim") or hidden // heads)
     return Eagle3Config(
-        hidden_size=hidden,
+        hidden_size=config.hidden_size or hidden,
         intermediate_size=config.intermediate_size or int(raw["intermediate_size"]),
         num_heads=heads,
         num_kv_heads=config.num_kv_heads or int(raw.get("num_key_value_heads") or heads),
@@ -47,7 +47,12 @@ def head_config(
         target_num_layers=num_decoder_layers(model),
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        attention_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
         lm_head=config.lm_head,
+        embed=config.embed,
     )
 
 
@@ -87,6 +92,8 @@ def build_head(
     embed = model.get_input_embeddings().weight.detach().cpu()
     head = Eagle3Head(shape, vocab, embed, weight).float()
     _random(head, config.seed)
+    if shape.hidden_size != shape.target_hidden_size:
+        _other_width(head, weight, config.seed)
     if config.init == "last-layer":
         _from_last_layer(head, model, tap_rms)
     if config.self_attending:
@@ -95,12 +102,39 @@ def build_head(
 
 
 def _random(head: Eagle3Head, seed: int) -> None:
-    """Small normal weights; norms stay at one, an own output head at the target's rows."""
+    """Small normal weights; norms stay at one, biases at zero, own rows of tokens the target's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if parameter.dim() == 2 and not name.startswith("lm_head"):
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.dim() == 2 and not name.startswith(("lm_head", "embed_tokens")):
                 parameter.normal_(0.0, RANDOM_STD, generator=generator)
+
+
+@torch.no_grad()
+def _other_width(head: Eagle3Head, target_rows: Tensor, seed: int) -> None:
+    """Bring the target's embeddings and output rows to the head's width by one random rotation [H, Ht].
+
+    It keeps inner products as far as the width allows, so that like tokens stay alike.
+    """
+    config = head.config
+    size = (
+        max(config.hidden_size, config.target_hidden_size),
+        min(config.hidden_size, config.target_hidden_size),
+    )
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    rotation: Tensor = torch.linalg.qr(noise).Q
+    if config.hidden_size < config.target_hidden_size:
+        rotation = rotation.T
+    if config.projects_embeddings:
+        head.embed_proj.weight.copy_(rotation)
+    else:
+        head.embed_tokens.weight.copy_(head.target_embed.float() @ rotation.T)
+    if config.projects_output:
+        head.out_proj.weight.copy_(rotation.T)
+    else:
+        head.lm_head.weight.copy_(target_rows[head.vocab.ids] @ rotation.T)
 
 
 def _linear(parent: nn.Module, name: str) -> Tensor:
@@ -146,6 +180,10 @@ def _from_last_layer(head: Eagle3Head, model: Any, tap_rms: Tensor) -> None:
         draft.hidden_norm.weight.copy_(_weight(layer.get_submodule("input_layernorm")))
         draft.post_attention_layernorm.weight.copy_(_weight(layer.get_submodule("post_attention_layernorm")))
         head.norm.weight.copy_(_weight(final_norm(model)))
+        if config.qk_norm:
+            for name, own in (("q_norm", draft.self_attn.q_norm), ("k_norm", draft.self_attn.k_norm)):
+                if (norm := dict(layer.named_modules()).get(f"self_attn.{name}")) is not None:
+                    own.weight.copy_(_weight(norm))
         scale = float(tap_rms[-1]) if config.fc_norm or config.norm_before_fc else 1.0
         head.fc.weight[:, -hidden:] += scale * torch.eye(hidden)
 

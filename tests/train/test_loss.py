@@ -127,11 +127,14 @@ def test_gradients_equal_finite_differences(kind: LossKind, case: dict[str, Any]
     )
 
 
+@pytest.mark.parametrize(
+    "flags", [{"lm_head": "own"}, {"hidden_size": 12, "qk_norm": True, "attention_bias": True}]
+)
 def test_unrolled_gradients_equal_finite_differences(
-    make_head: Callable[..., Eagle3Head], make_batch: Any, target_rows: Tensor
+    flags: dict[str, Any], make_head: Callable[..., Eagle3Head], make_batch: Any, target_rows: Tensor
 ) -> None:
     """The whole graph: fusion, attention over own keys, feedback, loss; a few weights of every tensor."""
-    head = make_head(lm_head="own")
+    head = make_head(**flags)
     batch = make_batch(target_rows, [(8, 2), (6, 3)]).packed(3)
 
     def value() -> Tensor:

@@ -58,6 +58,9 @@ def slow_chain(head: Eagle3Head, states: Tensor, next_ids: Tensor, start: int, s
         {"norm_before_fc": True, "fc_norm": False},
         {"num_kv_heads": 4},
         {"num_kv_heads": 1},
+        {"qk_norm": True, "attention_bias": True},
+        {"hidden_size": 20, "embed": "own", "lm_head": "own"},
+        {"hidden_size": 10, "boundaries": (1, 3, 4)},
     ],
 )
 def test_unrolling_equals_a_chain_grown_row_by_row(
