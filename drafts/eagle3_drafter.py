@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.attention import SequenceAttention, block_slots, causal_mask
+from specdec.attention import SequenceAttention, are_consecutive, block_slots, causal_mask
 from specdec.config import SpecConfig
 from specdec.drafter import DraftRequest, TargetView
 from specdec.drafts.checkpoint import LoadedDraft
@@ -61,6 +61,16 @@ class _Scratch:
             self.visible[row, row] = True
             self.depths.append(1 if parent is None else self.depths[parent] + 1)
         return first
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; nothing is copied where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _picked(rows: Tensor, places: list[int]) -> Tensor:
+    """Some rows in an order; nothing is copied where these are all."""
+    return rows if places == list(range(len(rows))) else rows[places]
 
 
 def _is_plain_chain(request: DraftRequest) -> bool:
@@ -139,11 +149,13 @@ class Eagle3Drafter:
             # longest first, so that those still drafting are always the first rows
             chains.sort(key=lambda index: -min(requests[index].max_depth, requests[index].max_nodes))
             trees.update(
-                zip(chains, self._chains([requests[i] for i in chains], hidden[chains]), strict=True)
+                zip(chains, self._chains([requests[i] for i in chains], _picked(hidden, chains)), strict=True)
             )
         others = [index for index in range(len(requests)) if index not in trees]
         if others:
-            trees.update(zip(others, self._grow([requests[i] for i in others], hidden[others]), strict=True))
+            trees.update(
+                zip(others, self._grow([requests[i] for i in others], _picked(hidden, others)), strict=True)
+            )
         return [trees[index] for index in range(len(requests))]
 
     def _chains(self, requests: list[DraftRequest], hidden: Tensor) -> list[DraftTree]:
@@ -205,7 +217,7 @@ class Eagle3Drafter:
             first = seq.draft_computed
             rows = min(limit, seq.num_computed - first)
             assert rows > 0, "a proposal needs at least one new true state"
-            pending = torch.cat(seq.pending_states)
+            pending = _joined(seq.pending_states)
             states.append(pending[:rows])
             seq.pending_states = [pending[rows:]] if rows < len(pending) else []
             row_positions = list(range(first, first + rows))
@@ -227,9 +239,9 @@ class Eagle3Drafter:
             slots += self._cache.slots(seq.block_table, first, first + rows)
             last_rows.append(len(tokens) - 1)
             seq.draft_computed = first + rows
-        features = self._loop.fuse(torch.cat(states).float())
+        features = self._loop.fuse(_joined(states).float())
         z = self._layer(features, tokens, positions, slots, attention)
-        return z[torch.tensor(last_rows)]
+        return z[-1:] if len(last_rows) == 1 else z[torch.tensor(last_rows)]
 
     def _layer(
         self,
@@ -241,14 +253,15 @@ class Eagle3Drafter:
     ) -> Tensor:
         """The head's decoder layer over rows in the paged cache: [rows, hidden] -> [rows, hidden]."""
         lists = attention_lists(attention, [None], torch.float32)
-        consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
+        # one tensor for the three, as the target's runner does
+        packed = torch.tensor([tokens, positions, slots])
         output: Tensor = self._loop(
             features,
-            torch.tensor(tokens),
-            torch.tensor(positions),
+            packed[0],
+            packed[1],
             self._cache.data[0],
-            torch.tensor(slots),
-            slots[0] if consecutive else -1,
+            packed[2],
+            slots[0] if are_consecutive(slots) else -1,
             lists.starts,
             lists.counts,
             lists.first_slots,

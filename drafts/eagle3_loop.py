@@ -96,7 +96,7 @@ class HeadLoop(Matrices):
         self.embed_tokens = embed_tokens if shared else head.embedding_rows().float()
         self.vocab_ids = head.vocab.ids
         rope = RotaryEmbedding(config.rope)
-        self.cos, self.sin = rope.turned(torch.arange(positions), positions)
+        self.cos, self.sin = rope.turned(positions)
 
     @torch.jit.export
     def fuse(self, states: Tensor) -> Tensor:
@@ -206,7 +206,8 @@ class HeadLoop(Matrices):
         nothing = torch.empty([0])
         for depth in range(len(active)):
             count = active[depth]
-            found, chosen = F.log_softmax(self.logits(z.narrow(0, 0, count)), -1).max(-1)
+            normed = rms(z.narrow(0, 0, count), self.final_norm, self.eps)
+            found, chosen = F.log_softmax(self.product(5, normed), -1).max(-1)
             tokens = self.vocab_ids.index_select(0, chosen)
             ids.select(0, depth).narrow(0, 0, count).copy_(tokens)
             scores.select(0, depth).narrow(0, 0, count).copy_(found)
@@ -227,7 +228,7 @@ class HeadLoop(Matrices):
                         slots.append(int(tables[index][row].item()))
                         gathers.append(tables[index].narrow(0, 0, row + 1))
                 z = self.forward(
-                    self.feedback(z.narrow(0, 0, count)),
+                    (normed if self.norm_output else z).narrow(0, 0, count),
                     tokens.narrow(0, 0, count),
                     torch.tensor(positions),
                     cache,

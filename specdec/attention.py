@@ -42,7 +42,7 @@ class SequenceAttention:
     def tail_bias(self) -> Tensor | None:
         """Additive mask over the new rows [num_queries, num_new]; None when nothing is hidden."""
         if None not in self._bias:
-            self._bias[None] = None if self.mask is None else _additive(self.mask)
+            self._bias[None] = None if self.mask is None else _tail_bias(self.mask)
         return self._bias[None]
 
     def window_bias(self, window: int) -> Tensor | None:
@@ -68,6 +68,16 @@ def _additive(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
+def _tail_bias(mask: Tensor) -> Tensor:
+    """Additive form of a mask; those of short chains are kept, since nearly every step asks for one."""
+    length = len(mask)
+    if length >= len(_short_masks) or mask is not _short_masks[length]:
+        return _additive(mask)
+    if (bias := _short_biases.get(length)) is None:
+        bias = _short_biases[length] = _additive(mask)
+    return bias
+
+
 def block_slots(block_table: list[int], block_size: int, num_rows: int) -> slice | Tensor:
     """Index of a sequence's first `num_rows` rows, by blocks rather than row by row."""
     blocks = block_table[: -(-num_rows // block_size)]
@@ -78,17 +88,20 @@ def block_slots(block_table: list[int], block_size: int, num_rows: int) -> slice
     return (starts + torch.arange(block_size)).flatten()[:num_rows]
 
 
-LONGEST_KEPT_MASK = 1024  # one step's default token budget: 1 MB
-_kept_mask: Tensor | None = None
+def are_consecutive(numbers: list[int]) -> bool:
+    """Whether each number is one more than the one before it."""
+    return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+SHORT_CHAIN = 64  # rows of the largest tree
+_short_masks = [torch.ones(length, length, dtype=torch.bool).tril_() for length in range(SHORT_CHAIN + 1)]
+_short_biases: dict[int, Tensor] = {}
 
 
 def causal_mask(length: int) -> Tensor | None:
-    """Bool [length, length] of a chain; None for one row, which sees itself."""
+    """Bool [length, length] of a chain, not to be written to; None for one row, which sees itself."""
     if length == 1:
         return None
-    if length > LONGEST_KEPT_MASK:
-        return torch.ones(length, length, dtype=torch.bool).tril_()
-    global _kept_mask
-    if _kept_mask is None:
-        _kept_mask = torch.ones(LONGEST_KEPT_MASK, LONGEST_KEPT_MASK, dtype=torch.bool).tril_()
-    return _kept_mask[:length, :length]
+    if length <= SHORT_CHAIN:
+        return _short_masks[length]
+    return torch.ones(length, length, dtype=torch.bool).tril_()

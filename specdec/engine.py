@@ -106,6 +106,8 @@ class Engine:
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.startup.end("tokenizer")
         self.drafter = self._make_drafter(draft, num_blocks)
+        # asking a protocol takes longer than what a step does with the answer
+        self._tap_drafter = self.drafter if isinstance(self.drafter, TapDrafter) else None
         self.startup.end("draft")
         cache = PagedKVCache(
             num_layers=self.model_config.num_layers,
@@ -263,10 +265,10 @@ class Engine:
             if self.prefixes is not None and not share.seq.is_finished:
                 self.prefixes.index(share.seq)
         self.pipeline.committed()
-        if isinstance(self.drafter, TapDrafter):
+        if self._tap_drafter is not None:
             # a long prompt's states would pile up until its first draft
             reading = (share.seq for share in plan if share.seq.is_prefilling and not share.seq.is_finished)
-            self.drafter.absorb([seq for seq in reading if seq.spec])
+            self._tap_drafter.absorb([seq for seq in reading if seq.spec])
         self.times.propose += proposed - started
         self.times.target += ran - proposed
         ended = time.perf_counter()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.attention import SequenceAttention, block_slots, causal_mask
+from specdec.attention import SequenceAttention, are_consecutive, block_slots, causal_mask
 from specdec.models.decoder import Decoder, ForwardBatch
 from specdec.paged_kv import PagedKVCache
 from specdec.scheduler import ScheduledSequence
@@ -43,7 +43,12 @@ class StepOutput:
         """Taps of a sequence's committed rows, at `rows` of the batch; None without boundaries."""
         if self.states is not None:
             return self.states[index]
-        return None if self.taps is None else self.taps[rows]
+        if self.taps is None:
+            return None
+        if len(rows) == len(self.taps):
+            return self.taps
+        # a copy: what is kept of a step must not keep all of it
+        return self.taps[rows[0] : rows[-1] + 1].clone() if are_consecutive(rows) else self.taps[rows]
 
 
 class ModelRunner:
@@ -75,7 +80,7 @@ class ModelRunner:
             slots += self.cache.slots(seq.block_table, context, context + rows)
             if tree.num_drafted:
                 assert share.num_rows == 1, "a tree is drafted only from a root whose context is computed"
-                mask: Tensor | None = ancestor_mask(tree.parents)
+                mask = causal_mask(rows) if tree.is_chain else ancestor_mask(tree.parents)
             else:
                 mask = causal_mask(rows)
             attention.append(
@@ -95,13 +100,16 @@ class ModelRunner:
             if share.reaches_root:
                 wanted += range(start + share.num_rows - 1, start + rows)
         padding = -len(token_ids) % self.decoder.row_multiple
+        filling = [0] * padding
+        # one tensor for the three: behind a pass's weights every call from Python starts with cold caches
+        packed = torch.tensor([token_ids + filling, positions + filling, slots + filling])
         batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids + [0] * padding),
-            positions=torch.tensor(positions + [0] * padding),
+            token_ids=packed[0],
+            positions=packed[1],
             longest=max(positions) + 1,
-            slots=torch.tensor(slots),
+            slots=packed[2, : len(slots)],
             attention=attention,
-            first_slot=slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
+            first_slot=slots[0] if are_consecutive(slots) else None,
         )
         hidden, taps = self.decoder.forward(batch, self.cache, self.boundaries)
         return StepOutput(self._logits(hidden, wanted), logits_start, taps, row_start)
@@ -109,10 +117,13 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, wanted: list[int]) -> StepLogits:
         def head(rows: list[int]) -> Tensor:
             places = [wanted[row] for row in rows]
-            padding = -len(places) % self.decoder.row_multiple
+            padding = -len(places) % multiple
+            if are_consecutive(places) and not padding:
+                return self.decoder.logits(hidden[places[0] : places[0] + len(places)])
             return self.decoder.logits(hidden[torch.tensor(places + places[-1:] * padding)])[: len(places)]
 
-        return StepLogits(head, len(wanted), self.decoder.config.vocab_size)
+        multiple = self.decoder.row_multiple
+        return StepLogits(head, len(wanted), self.decoder.config.vocab_size, multiple)
 
     def commit(self, plan: list[ScheduledSequence], accepted: list[list[int]]) -> None:
         """Move the accepted nodes' KV rows right behind the root, inside each sequence's own blocks."""

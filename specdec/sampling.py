@@ -10,6 +10,7 @@ equal logits choose equally. Typical-p: Meister et al., arXiv 2202.00666.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import Protocol, overload
 
 import numpy as np
@@ -40,9 +41,8 @@ def greedy_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         # numpy's is ten times as fast, with the same meaning
         rows = logits.numpy()
-        chosen = rows.argmax(axis=-1)
-        good = np.isfinite(rows[np.arange(len(rows)), chosen])
-        return chosen.tolist(), np.logical_not(good).tolist()
+        chosen: list[int] = rows.argmax(axis=-1).tolist()
+        return chosen, [not isfinite(rows[row, token]) for row, token in enumerate(chosen)]
     # torch promises the first of equal maxima, and lets NaN win; so does numpy
     best = logits.argmax(dim=-1, keepdim=True)
     finite = logits.gather(-1, best).isfinite()

@@ -19,7 +19,7 @@ from specdec.sampling import greedy_tokens
 from specdec.tree import DraftTree
 
 # so many rows cost little more than one: reading the head's weights takes that long
-FREE_ROWS = 4
+FREE_ROWS = 5
 
 
 class StepLogits:
@@ -29,12 +29,17 @@ class StepLogits:
         head: makes the logits of the rows it is given, fp32 `[len, vocab]`.
         num_rows: how many rows there are.
         vocab_size: of each.
+        row_multiple: `head` pads its products to a multiple of so many rows.
     """
 
-    def __init__(self, head: Callable[[list[int]], Tensor], num_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, head: Callable[[list[int]], Tensor], num_rows: int, vocab_size: int, row_multiple: int = 1
+    ) -> None:
         self._head = head
         self.shape = (num_rows, vocab_size)
-        self._rows: dict[int, Tensor] = {}
+        self.free_rows = max(1, FREE_ROWS // row_multiple * row_multiple)
+        # the product that made each row, and its place there
+        self._rows: dict[int, tuple[Tensor, int]] = {}
         self._choices: dict[int, int] = {}
         self._bad: dict[int, bool] = {}
 
@@ -58,7 +63,7 @@ class StepLogits:
 
     def _keep(self, rows: list[int], logits: Tensor) -> None:
         tokens, bad = greedy_tokens(logits)
-        self._rows.update(zip(rows, logits.unbind(), strict=True))
+        self._rows.update((row, (logits, place)) for place, row in enumerate(rows))
         self._choices.update(zip(rows, tokens, strict=True))
         self._bad.update(zip(rows, bad, strict=True))
 
@@ -72,10 +77,11 @@ class StepLogits:
         """One row `[vocab]`, or several `[len, vocab]`."""
         if isinstance(rows, int):
             self.compute([rows])
-            return self._rows[rows]
+            logits, place = self._rows[rows]
+            return logits[place]
         asked = list(range(*rows.indices(self.shape[0]))) if isinstance(rows, slice) else rows
         self.compute(asked)
-        return torch.stack([self._rows[row] for row in asked])
+        return torch.stack([self[row] for row in asked])
 
     def __setitem__(self, rows: int | slice, logits: Tensor | float) -> None:
         """Put others in the place of some rows."""
@@ -101,7 +107,7 @@ class StepLogits:
         standing = dict.fromkeys(range(len(trees)), 0)
         while standing:
             wave = [trees[index][0] + node for index, node in standing.items()]
-            room = FREE_ROWS - len(wave)
+            room = self.free_rows - len(wave)
             for index, node in standing.items():
                 start, tree = trees[index]
                 likely = likely_path(tree, node, room)
@@ -148,7 +154,7 @@ class TreeLogits:
 
     def __getitem__(self, node: int, /) -> Tensor:
         """Logits after `node` `[vocab]`."""
-        likely = likely_path(self._tree, node, FREE_ROWS - 1)
+        likely = likely_path(self._tree, node, self._step.free_rows - 1)
         self._step.compute([self._start + each for each in (node, *likely)])
         return self._step[self._start + node]
 

@@ -8,7 +8,6 @@ Shapes: T rows of the batch (all sequences' new tokens, one after the other).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,7 +220,7 @@ class Decoder:
             return 1
         return row_multiple() if self.num_packed and not self.num_plain else ROW_MULTIPLE
 
-    def _layer_loop(self) -> Callable[..., Tensor]:
+    def _layer_loop(self) -> LayerLoop:
         weights = [
             LayerWeights(
                 matrices=(layer.qkv, layer.out, layer.gate_up, layer.down),
@@ -233,8 +232,15 @@ class Decoder:
             )
             for layer in self.layers
         ]
-        loop: Callable[..., Tensor] = scripted(
-            LayerLoop(weights, self.config.head_dim, self.config.rms_norm_eps)
+        loop: LayerLoop = scripted(
+            LayerLoop(
+                weights,
+                head=self.head,
+                final_norm=self.final_norm,
+                embed_tokens=self.embed_tokens,
+                head_dim=self.config.head_dim,
+                eps=self.config.rms_norm_eps,
+            )
         )
         return loop
 
@@ -253,15 +259,16 @@ class Decoder:
         """
         if self._loop is None:
             return self.forward_by_layer(batch, cache, boundaries)
-        x = self.embed(batch.token_ids)
-        cos, sin = self.rope.turned(batch.positions, batch.longest)
-        taps = x.new_empty(x.shape[0], len(boundaries), x.shape[1])
+        rows = batch.token_ids.shape[0]
+        taps = self.final_norm.new_empty(rows, len(boundaries), self.config.hidden_size)
+        cos, sin = self.rope.turned(batch.longest)
         lists = attention_lists(batch.attention, self._windows, self.dtype)
         first_slot = batch.first_slot
-        x = self._loop(
-            x,
-            cos.to(self.dtype),
-            sin.to(self.dtype),
+        x: Tensor = self._loop(
+            batch.token_ids,
+            batch.positions,
+            cos,
+            sin,
             cache.data,
             batch.slots,
             -1 if first_slot is None else first_slot,
@@ -296,4 +303,6 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head: hidden [rows, hidden] -> fp32 [rows, vocab]."""
+        if self._loop is not None:
+            return self._loop.logits(hidden)
         return self.head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()

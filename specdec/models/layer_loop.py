@@ -200,14 +200,26 @@ class LayerLoop(Matrices):
 
     Args:
         layers: their weights.
+        head: the output head.
+        final_norm: the norm before it.
+        embed_tokens: rows by token.
         head_dim: width of a head.
         eps: of the norms.
     """
 
     __constants__ = ("any_packed", "qk_norm")
 
-    def __init__(self, layers: list[LayerWeights], head_dim: int, eps: float) -> None:
-        super().__init__([linear for layer in layers for linear in layer.matrices])
+    def __init__(
+        self,
+        layers: list[LayerWeights],
+        head: Linear,
+        final_norm: Tensor,
+        embed_tokens: Tensor,
+        head_dim: int,
+        eps: float,
+    ) -> None:
+        super().__init__([*(linear for layer in layers for linear in layer.matrices), head])
+        self.final_norm, self.embed_tokens = final_norm, embed_tokens
         nothing = layers[0].input_norm.new_empty(0)
         self.qk_norm = layers[0].q_norm is not None
         self.num_layers = len(layers)
@@ -220,9 +232,10 @@ class LayerLoop(Matrices):
 
     def forward(
         self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        cos_table: Tensor,
+        sin_table: Tensor,
         cache: Tensor,
         slots: Tensor,
         first_slot: int,
@@ -238,9 +251,10 @@ class LayerLoop(Matrices):
         """Run the layers.
 
         Args:
-            x: embeddings [T, hidden].
-            cos: [T, 1, d].
-            sin: [T, 1, d], the first half's sign turned.
+            token_ids: [T].
+            positions: [T].
+            cos_table: by position [positions, 1, d].
+            sin_table: as well, the first half's sign turned.
             cache: keys and values [layers, 2, k, slots, d].
             slots: where the first rows of the batch go; the rest is padding.
             first_slot: the first of them if they are consecutive, else -1.
@@ -256,6 +270,10 @@ class LayerLoop(Matrices):
         Returns:
             The residual stream [T, hidden] after the last layer.
         """
+        dtype = cache.dtype
+        x = self.embed_tokens.index_select(0, token_ids).to(dtype)
+        cos = cos_table.index_select(0, positions).to(dtype)
+        sin = sin_table.index_select(0, positions).to(dtype)
         rows, dim = x.size(0), self.head_dim
         kv_heads = cache.size(2)
         for index in range(self.num_layers):
@@ -292,3 +310,8 @@ class LayerLoop(Matrices):
             if boundaries[column] == self.num_layers:
                 taps.select(1, column).copy_(x)
         return x
+
+    @torch.jit.export
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output head: hidden [rows, hidden] -> fp32 [rows, vocab]."""
+        return self.product(4 * self.num_layers, rms(hidden, self.final_norm, self.eps)).float()

@@ -79,10 +79,8 @@ def spread_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The rows [rows, in + 2], and what their products are to be multiplied by [rows, 1].
     """
-    scale = x.abs().amax(-1, True).clamp_min(1e-30)
-    ends = torch.ones([x.size(0), 2], dtype=x.dtype)
-    ends.select(1, 1).neg_()
-    return torch.cat([x / scale, ends], 1), scale
+    scale = x.abs().amax(-1, True).clamp_min_(1e-30)
+    return torch.cat([x, scale, -scale], 1).div_(scale), scale
 
 
 @lru_cache(maxsize=1)

@@ -31,6 +31,7 @@ class RotaryEmbedding:
         inv_freq, self.attention_scaling = rope_frequencies(config, self.max_positions)
         self.inv_freq = inv_freq.to(device)
         self._cos, self._sin = self._tables(min(self.max_positions, 1024))
+        self._turned: tuple[Tensor, Tensor] | None = None
 
     def _tables(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, dtype=torch.float32, device=self.inv_freq.device)
@@ -40,16 +41,26 @@ class RotaryEmbedding:
 
     def cos_sin(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, head_dim] at `positions` [tokens], all of them below `longest`."""
-        if longest > self._cos.shape[0]:
-            self._cos, self._sin = self._tables(max(longest, 2 * self._cos.shape[0]))
+        self._reach(longest)
         return self._cos[positions], self._sin[positions]
 
-    def turned(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Like `cos_sin`, for halves that are swapped and not negated: [tokens, 1, head_dim] each."""
-        cos, sin = self.cos_sin(positions, longest)
-        half = sin.shape[1] // 2
-        sin[:, :half].neg_()
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+    def turned(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Tables of all positions below `longest` and more, for halves that are swapped and not negated.
+
+        Returns:
+            Cosines and sines [positions, 1, head_dim]; the sines of the first half have their sign turned.
+        """
+        self._reach(longest)
+        if self._turned is None:
+            sin = self._sin.clone()
+            sin[:, : sin.shape[1] // 2].neg_()
+            self._turned = self._cos.unsqueeze(1), sin.unsqueeze(1)
+        return self._turned
+
+    def _reach(self, longest: int) -> None:
+        if longest > self._cos.shape[0]:
+            self._cos, self._sin = self._tables(max(longest, 2 * self._cos.shape[0]))
+            self._turned = None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -58,12 +58,15 @@ def test_a_wave_is_filled_up_to_what_costs_nothing() -> None:
     tree = DraftTree(token_ids=[1, 2, 3, 4, 5, 6], parents=[-1, 0, 1, 2, 3, 0])
     head = Head(torch.zeros(6, VOCAB))
     StepLogits(head, 6, VOCAB).walk_greedily([(0, tree)])
-    assert head.asked == [[0, 1, 2, 3]]
+    assert head.asked == [[0, 1, 2, 3, 4]]
     assert likely_path(tree, 1, 9) == [2, 3, 4]
     wide = Head(torch.zeros(18, VOCAB))
     StepLogits(wide, 18, VOCAB).walk_greedily([(0, tree), (6, tree), (12, tree)])
-    assert wide.asked == [[0, 6, 12, 1]]
-    assert FREE_ROWS == 4
+    assert wide.asked == [[0, 6, 12, 1, 2]]
+    assert FREE_ROWS == 5
+    padded = Head(torch.zeros(6, VOCAB))
+    StepLogits(padded, 6, VOCAB, row_multiple=4).walk_greedily([(0, tree)])
+    assert padded.asked == [[0, 1, 2, 3]], "a fifth row would be padded to eight"
 
 
 def test_rows_can_be_read_in_every_way_and_replaced() -> None:
