@@ -2,13 +2,21 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from specdec.config import SpecConfig
+import pytest
+
+from specdec.config import EngineConfig, SpecConfig
+from specdec.engine import Engine
 from specdec.sampling_params import SamplingParams
 
 TEXT = "/v1/completions"
-COUNT = 32
+COUNT = 64
+# three documents that many requests begin with, longer than a step's budget
+SHARED = ("the king in a boat ", "an owl and a cat ", "the end of the tale ")
+BUDGET = 32
+CHAIN, TREE = {"max_depth": 3}, {"max_depth": 2, "top_k": 3, "max_nodes": 6}
 
 
 def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
@@ -18,7 +26,7 @@ def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
         tokens = 6 + index % 11
         body: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         params: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
-        kind = index % 6
+        kind = index % 8
         if kind == 1:
             body |= {"temperature": 1.0, "seed": index}
             params |= {"temperature": 1.0, "seed": index}
@@ -32,30 +40,55 @@ def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
             body |= {"speculative": {"enabled": False}, "temperature": 0.8, "top_k": 20, "seed": 9}
             params |= {"speculate": False, "temperature": 0.8, "top_k": 20, "seed": 9}
         elif kind == 5:
-            shape = {"max_depth": 2, "top_k": 3, "max_nodes": 6}
-            body |= {"speculative": shape}
-            params |= {"spec": SpecConfig(**shape, adaptive=False)}
+            body |= {"speculative": {**TREE, "adaptive": False}}
+            params |= {"spec": SpecConfig(**TREE, adaptive=False)}
+        elif kind == 6:
+            body |= {"speculative": {**TREE, "adaptive": True}, "temperature": 0.9, "seed": index}
+            params |= {"spec": SpecConfig(**TREE), "temperature": 0.9, "seed": index}
+        elif kind == 7:
+            body |= {"speculative": {**CHAIN, "adaptive": True}, "presence_penalty": 0.7}
+            params |= {"spec": SpecConfig(max_depth=3, max_nodes=3), "presence_penalty": 0.7}
         pairs.append((body, params))
     return [(body, SamplingParams(**params)) for body, params in pairs]
 
 
-def test_many_requests_at_once_equal_their_solo_runs(
-    make_engine: Callable[..., Any], solo: Any, serving: Any
+@pytest.fixture(scope="module", params=["head", "ngram+head"])
+def make_mixed(request: pytest.FixtureRequest, solo: Engine, drafted: Path) -> Callable[..., Engine]:
+    """Engines with a head, and with lookup before it."""
+
+    def make(**overrides: Any) -> Engine:
+        spec = SpecConfig(max_depth=3, max_nodes=3, adaptive=False, ngram_min=1)
+        settings: dict[str, Any] = {"block_size": 4, "kv_tokens": 4096, "spec": spec, "allow_lossy": True}
+        draft = request.param.replace("head", str(drafted))
+        return Engine(solo, draft=draft, config=EngineConfig(**{**settings, **overrides}))
+
+    return make
+
+
+def test_any_mix_of_64_requests_at_once_gives_each_the_text_of_its_solo_run(
+    make_mixed: Callable[..., Engine], serving: Any
 ) -> None:
-    """A small pool makes sequences give way; one client in eight leaves in the middle."""
+    """A small pool makes some give way, prompts come in chunks, one client in 16 leaves in the middle."""
     requests = mixed(COUNT)
-    prompts = [f"the {'in a' * (index % 5)} {index % 7}" for index in range(COUNT)]
+    prompts = [f"{SHARED[index % 3] * 3}{'in a' * (index % 5)} {index % 7}" for index in range(COUNT)]
+    alone_engine = make_mixed(prefix_cache=False)
     alone = [
-        solo.generate([prompt], params)[0] for prompt, (_, params) in zip(prompts, requests, strict=True)
+        alone_engine.generate([prompt], params)[0]
+        for prompt, (_, params) in zip(prompts, requests, strict=True)
     ]
+    assert all(len(result.prompt_token_ids) > BUDGET for result in alone)
     texts: dict[int, str] = {}
-    # 96 rows: three or four of eight places have room
-    with serving(make_engine(solo, kv_tokens=96)) as server:
+    waiting = threading.Barrier(COUNT)
+    engine = make_mixed(kv_tokens=256, max_num_seqs=COUNT, max_batch_tokens=BUDGET)
+    with serving(engine, max_waiting=COUNT) as server:
 
         def ask(index: int) -> None:
             body = {**requests[index][0], "prompt": prompts[index]}
-            if index % 8 == 7:
-                server.connect(TEXT, {**body, "max_tokens": 60}).close()
+            waiting.wait(30)
+            if index % 16 == 7:
+                connection = server.connect(TEXT, {**body, "max_tokens": 60, "stream": True})
+                connection.recv(1 if index % 32 == 7 else 600)
+                connection.close()
             elif index % 2:
                 events = server.events(TEXT, body)
                 texts[index] = "".join(event["choices"][0]["text"] for event in events)
@@ -68,8 +101,14 @@ def test_many_requests_at_once_equal_their_solo_runs(
         for thread in threads:
             thread.join()
         server.wait_until_idle()
-        assert server.metric("num_preemptions_total") > 0
-    assert len(texts) == COUNT - COUNT // 8
+        happened = {
+            "preemptions": server.metric("num_preemptions_total"),
+            "prefix hits": server.metric("prefix_cache_hits_total"),
+            "drafts": server.metric("spec_decode_num_drafts_total"),
+            "aborts": server.metric("request_finished_total", finished_reason="abort"),
+        }
+    assert all(happened.values()), happened
+    assert len(texts) == COUNT - COUNT // 16
     for index, text in texts.items():
         assert text == alone[index].text, requests[index][0]
 
