@@ -169,6 +169,19 @@ def split_micro(batch: Sequence[int], rows: Sequence[int], limit: int) -> list[l
     return micros
 
 
+def share_batch(batch: Sequence[int], rows: Sequence[int], shares: int) -> list[list[int]]:
+    """Cut a batch into shares of nearly as many rows, one a process: every sequence in one of them."""
+    if shares == 1:
+        return [list(batch)]
+    found: list[list[int]] = [[] for _ in range(shares)]
+    filled = [0] * shares
+    for index in sorted(batch, key=lambda index: (-rows[index], index)):
+        lightest = filled.index(min(filled))
+        found[lightest].append(index)
+        filled[lightest] += rows[index]
+    return found
+
+
 def pack(
     sequences: Sequence[TrainSequence], states: Sequence[SequenceStates], weights: Sequence[Tensor]
 ) -> RowBatch:

@@ -28,7 +28,8 @@ class TrainState:
 
     `contract` names what the run was started with (options, data, taps, target); resuming under another one
     is refused. The data position is (epoch, batch) of the next batch; random numbers are functions of (seed,
-    step), the generator state is kept beside them for whatever a library draws.
+    step), the generator state is kept beside them for whatever a library draws. `average` are the averaged
+    weights, where the run keeps some.
     """
 
     step: int
@@ -41,6 +42,7 @@ class TrainState:
     optimizer: Mapping[str, Any]
     rng: Tensor
     contract: Mapping[str, Any]
+    average: Mapping[str, Tensor] | None = None
 
 
 class _Sink:
@@ -75,7 +77,7 @@ def save_state(folder: Path, state: TrainState, *, keep: int) -> Path:
             # half a checkpoint must not keep a full disk full
             scratch.unlink(missing_ok=True)
             raise
-        for old in _paths(folder)[:-keep]:
+        for old in [*_paths(folder)[:-keep], *place.glob(".step-*.partial")]:
             old.unlink()
     return path
 

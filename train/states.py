@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,11 @@ FILL_SEQUENCES = 32
 
 class StateSource(Protocol):
     """Where the states of training sequences come from."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether every `fetch` runs the target."""
+        ...
 
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order."""
@@ -66,6 +71,11 @@ class TargetStates:
         self._weight = weight.detach()
         self._require_plain_logits()
 
+    @property
+    def computes(self) -> bool:
+        """Every `fetch` runs the target."""
+        return True
+
     def _require_plain_logits(self) -> None:
         """Refuse a target that caps or scales its logits: the teacher here is its output head alone."""
         generator = torch.Generator().manual_seed(0)
@@ -83,6 +93,11 @@ class TargetStates:
     def hidden_size(self) -> int:
         """Width of the target's states."""
         return self._weight.shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in a store: fp16 taps, fp32 final state, int32 choice, fp32 log-sum-exp."""
+        return self.hidden_size * (2 * len(self.boundaries) + 4) + 8
 
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order."""
@@ -148,11 +163,18 @@ class StoredStates:
     """An append-only file of states keyed by token content, filled on first use.
 
     A record is written before its index line, so a killed run leaves at most a tail that the next one cuts
-    off. More data later only adds records. One writer at a time.
+    off. More data later only adds records. One writer at a time; a store that does not `writes` reads what
+    another process of the same run has filled.
     """
 
     def __init__(
-        self, folder: str | Path, source: TargetStates, *, target_fingerprint: str, dtype: str
+        self,
+        folder: str | Path,
+        source: TargetStates,
+        *,
+        target_fingerprint: str,
+        dtype: str,
+        writes: bool = True,
     ) -> None:
         self.source = source
         self.num_taps, self.hidden = len(source.boundaries), source.hidden_size
@@ -165,17 +187,22 @@ class StoredStates:
             "final": "float32, after the final norm",
         }
         self.folder = Path(folder) / sha256_text(json.dumps(contract, sort_keys=True))[:16]
+        self._index: dict[str, _Entry] = {}
+        self._lock = FileLock(self.folder / "lock")
+        if not writes:
+            self._read_index(repair=False)
+            self._data: IO[bytes] = open(self.folder / "states.bin", "rb")  # noqa: SIM115
+            self._lines = open(self.folder / "index.jsonl", encoding="utf-8")  # noqa: SIM115
+            return
         with writing(f"--states-cache ({folder})"):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "contract.json").write_text(json.dumps(contract, indent=2) + "\n")
-        self._lock = FileLock(self.folder / "lock")
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise SpecdecError(
                 f"--states-cache ({folder}) is in use by another run; wait or name another"
             ) from error
-        self._index: dict[str, _Entry] = {}
         end = self._read_index()
         # both files stay open as long as the store.
         self._data = open(self.folder / "states.bin", "a+b")  # noqa: SIM115
@@ -183,11 +210,16 @@ class StoredStates:
         self._lines = open(self.folder / "index.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row on disk: fp16 taps, fp32 final state, int32 choice, fp32 log-sum-exp."""
-        return self.hidden * (2 * self.num_taps + 4) + 8
+    def computes(self) -> bool:
+        """What is stored is read."""
+        return False
 
-    def _read_index(self) -> int:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on disk."""
+        return self.source.row_bytes
+
+    def _read_index(self, *, repair: bool = True) -> int:
         path = self.folder / "index.jsonl"
         end = 0
         if not path.exists():
@@ -202,7 +234,8 @@ class StoredStates:
             self._index[item["hash"]] = _Entry(item["offset"], item["rows"])
             end = max(end, item["offset"] + item["rows"] * self.row_bytes)
             kept.append(line)
-        write_text_atomic(path, "".join(line + "\n" for line in kept))
+        if repair:
+            write_text_atomic(path, "".join(line + "\n" for line in kept))
         return end
 
     def missing_bytes(self, sequences: Sequence[TrainSequence]) -> int:
@@ -308,6 +341,11 @@ class TapSubset:
     def __init__(self, source: StateSource, boundaries: Sequence[int], wanted: Sequence[int]) -> None:
         self.source = source
         self.columns = [tuple(boundaries).index(boundary) for boundary in wanted]
+
+    @property
+    def computes(self) -> bool:
+        """As the states it shows."""
+        return self.source.computes
 
     def fetch(self, sequences: Sequence[TrainSequence]) -> list[SequenceStates]:
         """States of each sequence, in order."""

@@ -32,7 +32,7 @@ from specdec.train.checkpoint import FOLDER
 from specdec.train.evaluate import sequence_counts
 from specdec.train.head_init import head_weight
 from specdec.train.head_start import choose_vocab, start_head
-from specdec.train.run import fill_progress
+from specdec.train.prepare import fill_progress
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StoredStates, TapSubset, TargetStates
 from specdec.train.study_arms import Arm
@@ -171,7 +171,7 @@ class Study:
             folder,
             contract={"study": self.hash, "arm": arm.key},
             report=lambda line: None,
-            on_evaluate=lambda step: {},
+            on_evaluate=lambda step, weights: {},
         )
         trainer.resume()
         outcome = trainer.run()

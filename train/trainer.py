@@ -1,13 +1,14 @@
 """The training loop of a draft head.
 
-Owns the optimiser, the schedule, the order of batches, the guard against non-finite numbers, resuming, and
-the log. fp32 master weights; products in bf16 under autocast when asked. Knows nothing of files of chats,
-of how target states are made, or of the draft folder, which its caller writes when `on_evaluate` is called.
+Owns the optimiser, the order of batches, the guard against non-finite numbers, resuming, and stopping. fp32
+master weights; products in bf16 under autocast when asked. A step is the same whatever the number of
+processes: a batch is planned as a whole, each process computes its share, and the loss is divided by the
+trained weight of the whole batch. Knows nothing of files of chats, of how target states are made, or of the
+draft folder, which its caller writes when `on_evaluate` is called.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
@@ -18,38 +19,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from specdec.drafts.eagle3 import Eagle3Head
-from specdec.errors import SpecdecError, writing
-from specdec.provenance import write_text_atomic
+from specdec.errors import SpecdecError
 from specdec.train.batching import (
-    RowBatch,
     epoch_plan,
     pack,
     sample_depths,
     sequence_weights,
+    share_batch,
     shared_prefix_len,
     split_micro,
 )
 from specdec.train.checkpoint import TrainState, latest_state, load_state, save_state
 from specdec.train.config import TrainConfig
-from specdec.train.loss import LossOptions, Teacher, UnrolledLoss, unrolled_loss
-from specdec.train.packed_rows import packed_rows
+from specdec.train.loss import UnrolledLoss
+from specdec.train.metrics import MetricsLog, StepNumbers
+from specdec.train.objective import Objective
+from specdec.train.processes import (
+    Processes,
+    load_optimizer,
+    load_weights,
+    sharded_like,
+    whole,
+    whole_optimizer,
+)
+from specdec.train.schedule import learning_rate
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource
 
 # steps timed before --max-hours is turned into a number of steps: the first ones also fill caches.
 TIMING_STEPS = (10, 30)
-METRICS_NAME = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutcome:
     """How the loop ended: `complete` is false after a stop signal.
 
-    `new_steps` are those of this call; speed and loss are None without any.
+    `new_steps` are those of this call; speeds and loss are None without any. `new_rows`,
+    `new_slots` and `flat_rows` (positions) are what this call computed, in `new_seconds`.
     """
 
     steps: int
@@ -59,57 +68,13 @@ class TrainOutcome:
     slots: int
     seconds: float
     rows_per_second: float | None
+    answer_tokens_per_second: float | None
+    new_rows: int
+    new_slots: int
+    flat_rows: int
+    new_seconds: float
     last_loss: float | None
     complete: bool
-
-
-class Objective(nn.Module):
-    """A head and the loss of a batch: the module whose forward is wrapped for mixed precision."""
-
-    def __init__(
-        self, head: Eagle3Head, teacher_rows: Tensor, config: TrainConfig, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.head = head
-        self.config = config
-        self.compute_dtype = torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
-        self.register_buffer("teacher_rows", teacher_rows, persistent=False)
-        self._packed_rows = packed_rows(teacher_rows.to(device))
-        # a shift common to all logits changes no probability; without it bf16 logits are small and finer.
-        centred = teacher_rows - teacher_rows.mean(0)
-        self.register_buffer("student_rows", centred.to(self.compute_dtype), persistent=False)
-        self.register_buffer("draft_ids", head.vocab.draft_ids(), persistent=False)
-
-    teacher_rows: Tensor
-    student_rows: Tensor
-    draft_ids: Tensor
-
-    def forward(self, batch: RowBatch, measure: bool) -> UnrolledLoss:
-        """Weighted loss sum of the batch, with acceptance counts when `measure`."""
-        own = self.head.config.lm_head == "own"
-        teacher = Teacher(
-            batch.final,
-            batch.log_norm,
-            self.teacher_rows,
-            self.draft_ids[batch.argmax.long()],
-            self.config.distill_top_k,
-            self._packed_rows,
-        )
-        options = LossOptions(self.config.loss, self.config.loss_chunk_rows, self.compute_dtype, measure)
-        weight = self.head.head_weight if own else self.student_rows
-        mixed = self.compute_dtype == torch.bfloat16
-        with torch.autocast(batch.final.device.type, dtype=torch.bfloat16, enabled=mixed):
-            return unrolled_loss(self.head, batch, teacher, weight, options)
-
-
-def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Rate of optimiser step `step` (from 0): linear warm-up, cosine to `min_lr_ratio` at the last step."""
-    warmup = max(1, round(total * config.warmup_ratio))
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup + 1) / max(1, total - warmup)
-    share = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
 class Trainer:
@@ -117,13 +82,17 @@ class Trainer:
 
     Args:
         head: fp32 head; trained in place.
-        sequences: training conversations.
+        sequences: training conversations, all of them in every process.
         source: target states.
         config: options.
         folder: where checkpoints and `metrics.jsonl` go.
         contract: what a resumed run must agree on.
         report: called with one line of progress.
-        on_evaluate: called with the step, at `eval_every` and at the end; returns numbers for the log.
+        on_evaluate: called in the main process with the step and the weights to be served, at `eval_every`
+            and at the end; returns numbers for the log.
+        processes: those of the run; by itself a trainer is alone or takes the ones it was launched with.
+        on_step: called in the main process after every step with the numbers of it.
+        track: called in the main process with what is logged, as names and numbers, and its step.
     """
 
     def __init__(
@@ -136,29 +105,33 @@ class Trainer:
         *,
         contract: Mapping[str, Any],
         report: Callable[[str], None],
-        on_evaluate: Callable[[int], Mapping[str, Any]],
+        on_evaluate: Callable[[int, Mapping[str, Tensor]], Mapping[str, Any]],
+        processes: Processes | None = None,
+        on_step: Callable[[StepNumbers], None] = lambda numbers: None,
+        track: Callable[[Mapping[str, float], int], None] = lambda values, step: None,
     ) -> None:
         self.config, self.folder, self.contract = config, folder, dict(contract)
         self.sequences, self.source = sequences, source
-        self.report, self.on_evaluate = report, on_evaluate
-        # the objective does its own casting: accelerate fixes one precision for the life of a process.
-        self.accelerator = Accelerator(mixed_precision="no")
-        if self.accelerator.num_processes != 1:
-            raise SpecdecError(
-                f"num_processes ({self.accelerator.num_processes}) must be 1: training on several "
-                f"processes is not "
-                "supported; start without accelerate launch"
-            )
+        self.report, self.on_evaluate, self.on_step = report, on_evaluate, on_step
+        self.processes = processes or Processes(shard=config.shard_weights)
         self.head = head
-        objective = Objective(head, source.output_rows(head.vocab.ids), config, self.accelerator.device)
-        decayed = [p for p in head.parameters() if p.requires_grad and p.dim() > 1]
-        plain = [p for p in head.parameters() if p.requires_grad and p.dim() <= 1]
+        self.processes.start_alike(head)
+        device = self.processes.device
+        objective = Objective(head, source.output_rows(head.vocab.ids), config, device)
+        self.objective = self.processes.wrap(objective)
+        trained = [p for p in head.parameters() if p.requires_grad]
         groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.adam_betas, fused=True)
-        self.objective, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=config.adam_betas, fused=not self.processes.sharded
+        )
+        self.average = (
+            None
+            if config.ema is None
+            else {name: p.detach().clone() for name, p in head.named_parameters() if p.requires_grad}
+        )
         prefix = shared_prefix_len(sequences)
         self.weights = [sequence_weights(sequence, config, prefix) for sequence in sequences]
         self.rows = [int((weight > 0).any(0).sum()) for weight in self.weights]
@@ -168,32 +141,54 @@ class Trainer:
         self.seconds = 0.0
         self.total_steps = config.steps or self._epoch_steps()
         self._stop = threading.Event()
+        self.log = MetricsLog(folder, report, writes=self.processes.main, track=track)
 
     def _epoch_steps(self) -> int:
         """Steps of the configured number of epochs, a last part of an epoch included."""
-        whole, part = divmod(self.config.epochs, 1.0)
-        lengths = [len(self._plan(epoch)) for epoch in range(math.ceil(self.config.epochs))]
-        return max(1, sum(lengths[: int(whole)]) + (round(lengths[int(whole)] * part) if part else 0))
+        whole_epochs, part = divmod(self.config.epochs, 1.0)
+        lengths = [len(self.plan(epoch)) for epoch in range(math.ceil(self.config.epochs))]
+        return max(
+            1,
+            sum(lengths[: int(whole_epochs)]) + (round(lengths[int(whole_epochs)] * part) if part else 0),
+        )
 
-    def _plan(self, epoch: int) -> list[list[int]]:
+    def plan(self, epoch: int) -> list[list[int]]:
+        """Batches of an epoch, over all processes, as sequence indices."""
         return epoch_plan(self.rows, self.config.batch_rows, self.config.seed, epoch)
 
+    def largest_batch(self) -> int:
+        """Positions of the largest share of a process in the first epoch."""
+        shares = (
+            share for batch in self.plan(0) for share in share_batch(batch, self.rows, self.processes.world)
+        )
+        return max(sum(len(self.sequences[index].token_ids) - 1 for index in share) for share in shares)
+
     def resume(self) -> Path | None:
-        """Take up the newest checkpoint, if there is one."""
-        path = latest_state(self.folder)
+        """Take up the newest checkpoint, if there is one; it may come from another number of processes."""
+        path = self.processes.from_main(latest_state(self.folder) if self.processes.main else None)
         if path is None:
             return None
-        state = load_state(path, self.contract)
-        self.head.load_state_dict(state.weights)
-        self.optimizer.load_state_dict(state.optimizer)
+        state = self.processes.from_main(load_state(path, self.contract) if self.processes.main else None)
+        load_weights(self.head, state.weights)
+        load_optimizer(self.optimizer, state.optimizer)
+        if self.average is not None:
+            assert state.average is not None, "the contract holds whether there is an average"
+            averages = state.average
+            self.average = {name: sharded_like(averages[name], own) for name, own in self.average.items()}
         torch.set_rng_state(state.rng)
         self.step, self.epoch, self.batch = state.step, state.epoch, state.batch
         self.total_steps, self.slots, self.seconds = state.total_steps, state.slots_seen, state.seconds
-        self._cut_metrics()
+        self.log.cut(self.step)
         return path
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current position."""
+    def served_weights(self) -> dict[str, Tensor]:
+        """The weights to measure and to save as a draft, whole: averages where the run keeps them."""
+        tensors = self.head.state_dict() | (self.average or {})
+        return {name: whole(tensor.detach()).cpu() for name, tensor in tensors.items()}
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of the current position; only the main process writes, and gives the path."""
+        average = self.average and {name: whole(tensor).cpu() for name, tensor in self.average.items()}
         state = TrainState(
             step=self.step,
             epoch=self.epoch,
@@ -201,43 +196,60 @@ class Trainer:
             total_steps=self.total_steps,
             slots_seen=self.slots,
             seconds=self.seconds,
-            weights={name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()},
-            optimizer=self.optimizer.state_dict(),
+            weights={name: whole(tensor.detach()).cpu() for name, tensor in self.head.state_dict().items()},
+            optimizer=whole_optimizer(self.optimizer.state_dict()),
             rng=torch.get_rng_state(),
             contract=self.contract,
+            average=average,
         )
+        if not self.processes.main:
+            return None
         return save_state(self.folder, state, keep=self.config.keep_checkpoints)
 
     def run(self) -> TrainOutcome:
-        """Train to the end, or until SIGTERM: then save and return."""
+        """Train to the end, or until SIGTERM reaches a process: then save and return."""
         previous = None
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         begun, before, timed = time.monotonic(), self.seconds, 0.0
-        rows_done, rate = 0, 0.0
-        loss: float | None = None
-        first = self.step
+        done = {"rows": 0, "answers": 0, "flat": 0, "slots": 0}
+        first, stopped = self.step, False
+        numbers: StepNumbers | None = None
         try:
-            plan = self._plan(self.epoch)
-            while self.step < self.total_steps and not self._stop.is_set():
+            plan = self.plan(self.epoch)
+            while self.step < self.total_steps and not stopped:
                 if self.batch >= len(plan):
                     self.epoch, self.batch = self.epoch + 1, 0
-                    plan = self._plan(self.epoch)
+                    plan = self.plan(self.epoch)
                 measure = (self.step + 1) % self.config.log_every == 0 or self.step == 0
-                numbers = self._step(plan[self.batch], measure)
+                batch = plan[self.batch]
+                numbers, stopped = self._step(batch, measure)
+                # several processes must agree, and do so in the step; one sees the signal at once
+                stopped |= self.processes.world == 1 and self._stop.is_set()
                 self.step, self.batch = self.step + 1, self.batch + 1
-                rows_done += numbers["rows"]
-                self.slots += numbers["slots"]
-                loss = numbers["loss"]
+                self.slots += numbers.num_slots
+                done["slots"] += numbers.num_slots
+                done["rows"] += sum(self.rows[index] for index in batch)
+                done["answers"] += sum(self.sequences[index].num_answer_tokens for index in batch)
+                done["flat"] += sum(len(self.sequences[index].token_ids) - 1 for index in batch)
                 self.seconds = before + time.monotonic() - begun
-                rate = rows_done / max(self.seconds - before, 1e-9)
+                passed = max(self.seconds - before, 1e-9)
+                numbers = numbers.timed(
+                    step=self.step,
+                    total_steps=self.total_steps,
+                    epoch=self.epoch,
+                    rows_per_second=done["rows"] / passed,
+                    answer_tokens_per_second=done["answers"] / passed,
+                    eta_seconds=(self.total_steps - self.step) * self.seconds / self.step,
+                )
                 if self.step - first == TIMING_STEPS[0]:
                     timed = time.monotonic()
                 if self.step - first == TIMING_STEPS[1] and self.config.max_hours is not None:
                     now = time.monotonic()
                     self._fit_to_hours(now - timed, self.config.max_hours * 3600 - (now - begun))
+                self.on_step(numbers)
                 if measure:
-                    self._log(numbers, rate)
+                    self.log.step(numbers)
                 if self.step % self.config.save_every == 0 and self.step < self.total_steps:
                     self.save()
                 if self.step % self.config.eval_every == 0 and self.step < self.total_steps:
@@ -260,15 +272,20 @@ class Trainer:
             epochs=self.epoch + self.batch / max(1, len(plan)),
             slots=self.slots,
             seconds=self.seconds,
-            rows_per_second=rate or None,
-            last_loss=loss,
+            rows_per_second=numbers.rows_per_second if numbers else None,
+            answer_tokens_per_second=numbers.answer_tokens_per_second if numbers else None,
+            new_rows=done["rows"],
+            new_slots=done["slots"],
+            flat_rows=done["flat"],
+            new_seconds=self.seconds - before,
+            last_loss=numbers.loss if numbers else None,
             complete=complete,
         )
 
     def _fit_to_hours(self, seconds: float, left: float) -> None:
         """Shorten the run, once, to what fits in `left` seconds; the schedule then ends with it."""
         per_step = seconds / (TIMING_STEPS[1] - TIMING_STEPS[0])
-        fitting = self.step + max(0, int(left / per_step))
+        fitting = self.processes.from_main(self.step + max(0, int(left / per_step)))
         if fitting < self.total_steps:
             self.report(
                 f"--max-hours {self.config.max_hours:g}: ends at step {fitting}, not {self.total_steps} as "
@@ -276,42 +293,83 @@ class Trainer:
             )
             self.total_steps = max(fitting, self.step + 1)
 
-    def _step(self, batch: Sequence[int], measure: bool) -> dict[str, Any]:
-        """One optimiser step, normalised by the trained weight of the whole batch."""
+    def _step(self, batch: Sequence[int], measure: bool) -> tuple[StepNumbers, bool]:
+        """One optimiser step; also whether a process was told to stop."""
+        rate = learning_rate(self.step, self.total_steps, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        found, stopped = self.gradients(batch, measure)
+        self._guard(found.loss, "loss", batch)
+        parameters = list(self.head.parameters())
+        norm = float(whole(nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)))
+        self._guard(norm, "gradient norm", batch)
+        self.optimizer.step()
+        if self.average is not None:
+            assert self.config.ema is not None, "an average is kept when asked for"
+            with torch.no_grad():
+                for name, parameter in self.head.named_parameters():
+                    if name in self.average:
+                        self.average[name].lerp_(parameter, 1 - self.config.ema)
+        return found.stepped(grad_norm=norm, lr=rate), stopped
+
+    def gradients(self, batch: Sequence[int], measure: bool) -> tuple[StepNumbers, bool]:
+        """Gradients of a batch, normalised by the trained weight of all of it, over all processes."""
         weights = {index: self.weights[index] for index in batch}
         if self.config.depth_sampling:
             generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
             weights = {i: sample_depths(w, self.config.step_weight, generator) for i, w in weights.items()}
         total = float(sum(weight.sum() for weight in weights.values()))
-        rate = learning_rate(self.step, self.total_steps, self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        losses: list[float] = []
-        outputs: list[UnrolledLoss] = []
-        for micro in split_micro(batch, self.rows, self.config.micro_batch_rows):
-            sequences = [self.sequences[index] for index in micro]
+        world = self.processes.world
+        micros = [
+            split_micro(share, self.rows, self.config.micro_batch_rows) if share else []
+            for share in share_batch(batch, self.rows, world)
+        ]
+        mine = micros[self.processes.rank]
+        count = max(len(each) for each in micros)
+        steps = self.config.unroll
+        # loss, stop, then per step: slots, greedy agreement, overlap
+        sums = torch.zeros(2 + 3 * steps, dtype=torch.float64)
+        sums[1] = float(self._stop.is_set())
+        for number in range(count):
+            # every process takes part in as many passes: one without work repeats a sequence for nothing
+            idle = number >= len(mine)
+            micro = [self._smallest(batch)] if idle else mine[number]
+            with self.processes.backward_pass(last=number == count - 1):
+                output = self._forward(micro, weights, measure, batch)
+                loss = output.loss * 0 if idle else output.loss
+                self.processes.accelerator.backward(loss * world / total)
+            if not idle:
+                sums[0] += float(output.loss.detach())
+                sums[2:] += torch.cat((output.slots, output.hits, output.overlap)).double().cpu()
+        sums = self.processes.total(sums)
+        slots, hits, overlap = sums[2:].view(3, steps).tolist()
+        return StepNumbers(
+            loss=float(sums[0]) / total,
+            num_slots=int(sum(slots)),
+            greedy=tuple(hit / max(1.0, n) for hit, n in zip(hits, slots, strict=True)),
+            overlap=tuple(part / max(1.0, n) for part, n in zip(overlap, slots, strict=True)),
+        ), bool(sums[1])
+
+    def _smallest(self, batch: Sequence[int]) -> int:
+        return min((index for index in batch if self.rows[index]), key=lambda index: self.rows[index])
+
+    def _forward(
+        self, micro: Sequence[int], weights: Mapping[int, Tensor], measure: bool, batch: Sequence[int]
+    ) -> UnrolledLoss:
+        sequences = [self.sequences[index] for index in micro]
+        try:
             packed = pack(sequences, self.source.fetch(sequences), [weights[index] for index in micro])
-            output: UnrolledLoss = self.objective(packed.to(self.accelerator.device), measure)
-            self._guard(float(output.loss.detach()), "loss", batch)
-            self.accelerator.backward(output.loss / total)
-            losses.append(float(output.loss.detach()))
-            outputs.append(output)
-        norm = float(self.accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip_norm))
-        self._guard(norm, "gradient norm", batch)
-        self.optimizer.step()
-        slots = torch.stack([output.slots for output in outputs]).sum(0)
-        hits = torch.stack([output.hits for output in outputs]).sum(0)
-        overlap = torch.stack([output.overlap for output in outputs]).sum(0)
-        return {
-            "loss": sum(losses) / total,
-            "grad_norm": norm,
-            "lr": rate,
-            "rows": sum(self.rows[index] for index in batch),
-            "slots": int(slots.sum()),
-            "greedy": [round(float(h) / max(1, int(n)), 4) for h, n in zip(hits, slots, strict=True)],
-            "overlap": [round(float(a) / max(1, int(n)), 4) for a, n in zip(overlap, slots, strict=True)],
-        }
+            output: UnrolledLoss = self.objective(packed.to(self.processes.device), measure)
+        except torch.OutOfMemoryError as error:
+            longest = max(len(sequence.token_ids) for sequence in sequences)
+            raise SpecdecError(
+                f"out of memory in step {self.step + 1}: {sum(self.rows[i] for i in micro)} rows of "
+                f"{sum(self.rows[i] for i in batch)} in the batch, longest conversation {longest} tokens, "
+                f"draft vocabulary {len(self.head.vocab)}; lower --micro-batch-tokens, then --max-length or "
+                "--draft-vocab-size"
+            ) from error
+        return output
 
     def _guard(self, value: float, what: str, batch: Sequence[int]) -> None:
         """Stop before the weights are touched by a number that is not finite."""
@@ -327,30 +385,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        self._write({"step": self.step, "epoch": self.epoch, "eval": dict(self.on_evaluate(self.step))})
-
-    def _log(self, numbers: Mapping[str, Any], rate: float) -> None:
-        left = (self.total_steps - self.step) * self.seconds / max(1, self.step)
-        greedy = " ".join(f"{value:.3f}" for value in numbers["greedy"])
-        overlap = " ".join(f"{value:.3f}" for value in numbers["overlap"])
-        self.report(
-            f"step {self.step}/{self.total_steps} epoch {self.epoch} loss {numbers['loss']:.4f} greedy "
-            f"{greedy} "
-            f"overlap {overlap} lr {numbers['lr']:.2e} {rate:.0f} rows/s eta {left / 60:.0f} min"
-        )
-        kept = {key: value for key, value in numbers.items() if key != "rows"}
-        self._write({"step": self.step, "epoch": self.epoch, **kept, "rows_per_second": round(rate, 1)})
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        path = self.folder / METRICS_NAME
-        with writing(str(path)), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-
-    def _cut_metrics(self) -> None:
-        """Drop what a killed run logged after the checkpoint it is resumed from."""
-        path = self.folder / METRICS_NAME
-        if not path.exists():
-            return
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
-        write_text_atomic(path, "".join(line + "\n" for line in kept))
+        weights = self.served_weights()
+        if self.processes.main:
+            self.log.evaluation(self.step, self.epoch, self.on_evaluate(self.step, weights))
+        self.processes.wait()

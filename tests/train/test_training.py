@@ -20,10 +20,12 @@ from specdec.hf import load_hf_model
 from specdec.train.checkpoint import latest_state
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import offline_acceptance
-from specdec.train.run import TrainResult, split_held_out, train_draft
+from specdec.train.prepare import split_held_out
+from specdec.train.run import TrainResult, train_draft
+from specdec.train.schedule import learning_rate
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import TargetStates
-from specdec.train.trainer import Trainer, learning_rate
+from specdec.train.trainer import Trainer
 
 BOUNDARIES = (1, 3, 4)
 # as small and as short as shows the point; fp32, since these runs compare bits.
