@@ -49,17 +49,6 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def record_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The same of two records of `specdec bench`, whose rows would be set against one another.
-
-    Records from before conditions were kept differ in all of them: nothing is known to be alike.
-    """
-    mine, theirs = one.get("conditions"), other.get("conditions")
-    if mine is None or theirs is None:
-        return ["conditions (not in both records)"]
-    return differences(mine, theirs)
-
-
 def require_comparable(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Refuse a speed-up between runs that differ in anything but speculation.
 
