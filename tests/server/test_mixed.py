@@ -16,7 +16,7 @@ COUNT = 64
 # three documents that many requests begin with, longer than a step's budget
 SHARED = ("the king in a boat ", "an owl and a cat ", "the end of the tale ")
 BUDGET = 32
-CHAIN, TREE = {"max_depth": 3}, {"max_depth": 2, "top_k": 3, "max_nodes": 6}
+TREE: dict[str, Any] = {"max_depth": 2, "top_k": 3, "max_nodes": 6}
 
 
 def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
@@ -46,7 +46,7 @@ def mixed(count: int) -> list[tuple[dict[str, Any], SamplingParams]]:
             body |= {"speculative": {**TREE, "adaptive": True}, "temperature": 0.9, "seed": index}
             params |= {"spec": SpecConfig(**TREE), "temperature": 0.9, "seed": index}
         elif kind == 7:
-            body |= {"speculative": {**CHAIN, "adaptive": True}, "presence_penalty": 0.7}
+            body |= {"speculative": {"max_depth": 3, "adaptive": True}, "presence_penalty": 0.7}
             params |= {"spec": SpecConfig(max_depth=3, max_nodes=3), "presence_penalty": 0.7}
         pairs.append((body, params))
     return [(body, SamplingParams(**params)) for body, params in pairs]
