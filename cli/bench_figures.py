@@ -38,9 +38,11 @@ DEFINITIONS = {
     "itl_token_ms": "the same gap over the tokens of its later step, once for each of them",
     "e2el_ms": "end to end: batch asked for to the last token of the answer",
     "step_time": "share of wall time: draft (proposing), verify (target passes, prompts included), sample "
-    "(rules and draws), commit (moving rows, writing tokens down), host (scheduling and the rest)",
+    "(rows of logits that rules ask for, rules, draws), commit (moving rows, writing tokens down), host (scheduling and the rest)",
     "energy": "what the card drew while the setting decoded, by its driver's counter, with other work on it",
     "warm_up": "short answers before the first measured one at that batch size and temperature, in no figure",
+    "pooled": "all prompt sets together: sums over all answers; intervals over prompts (counts) and batches "
+    "(speeds) of all sets",
     "speedup": "tokens_per_second over that of `baseline`: the same engine without speculation, same "
     "prompts, lengths, dtype and batch, interleaved; below 1 is slower",
     "decode_speedup": "decode_tokens_per_second over that of `baseline`",
@@ -186,10 +188,11 @@ def answer_records(name: str, run: Interleaved) -> list[dict[str, Any]]:
             "id": row.id,
             "category": row.category,
             "turn": row.turn,
+            "batch": batch,
             "prompt_tokens": len(row.token_ids),
             "tokens": len(repeats[0].token_ids),
             **({"finish_reason": reason} if (reason := repeats[0].finish_reason) else {}),
-            "seconds": [round(one.seconds, 4) for one in repeats],
+            "seconds": [round(one.seconds, 6) for one in repeats],
             "ttft_ms": [round(one.commits[0].at_s * MS, 1) if one.commits else None for one in repeats],
             "e2el_ms": [round(one.commits[-1].at_s * MS, 1) if one.commits else None for one in repeats],
             "verify_steps": repeats[0].stats.verify_steps,
@@ -197,7 +200,7 @@ def answer_records(name: str, run: Interleaved) -> list[dict[str, Any]]:
             "accepted": repeats[0].stats.accepted,
             "drafted": repeats[0].stats.drafted,
         }
-        for row, repeats in zip(run.rows, run.results[name], strict=True)
+        for row, batch, repeats in zip(run.rows, run.batches, run.results[name], strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.bench_points import BenchPoint
+from specdec.cli.bench_pooled import pooled_rows
 from specdec.errors import SpecdecError, UsageError
 from specdec.provenance import read_json, write_text_atomic
 
@@ -55,6 +56,10 @@ class BenchRecord:
         for name, records in answers.items():
             self.answers.setdefault(name, []).extend({**one, **point.coordinates} for one in records)
 
+    def pooled(self) -> list[dict[str, Any]]:
+        """Rows over all prompt sets."""
+        return pooled_rows(self.rows, self.answers)
+
     def state(self) -> dict[str, Any]:
         """How far it is."""
         return {
@@ -74,6 +79,7 @@ class BenchRecord:
             **head,
             **self.state(),
             "settings": self.rows,
+            "pooled": self.pooled(),
             "left_out": self.left_out,
             **tail,
             "per_prompt": self.answers,

@@ -21,7 +21,7 @@ from specdec.cli.bench_points import (
     settings_of,
 )
 from specdec.cli.bench_record import SCHEMA, BenchRecord, open_record
-from specdec.cli.bench_table import print_bench
+from specdec.cli.bench_table import print_bench, print_pooled
 from specdec.cli.console import Bar, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
 from specdec.cli.energy import energy_meter
@@ -257,13 +257,22 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
             if plan.out is not None:
                 record.write(plan.out, head, _tail(bench, record, files))
     print_bench(_title(bench), record.rows)
+    pooled = record.pooled()
+    if pooled:
+        print_pooled(_title(bench), pooled)
     for one in record.left_out:
         say(f"left out: {one['data']} {one['id']} turn {one['turn'] + 1}: {one['reason']}")
     if plan.out is not None:
         if not todo:
             record.write(plan.out, head, _tail(bench, record, files))
         say(f"written: {plan.out}")
-    return {**head, **record.state(), "conditions": bench.conditions, "settings": record.rows}
+    return {
+        **head,
+        **record.state(),
+        "conditions": bench.conditions,
+        "settings": record.rows,
+        "pooled": pooled,
+    }
 
 
 def _tail(bench: _Bench, record: BenchRecord, files: Mapping[str, Path]) -> dict[str, Any]:

@@ -50,10 +50,41 @@ def print_bench(title: str, rows: Sequence[dict[str, Any]]) -> None:
             say(f"{row['setting']}: {repeatability_sentence(row)}")
 
 
+def print_pooled(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows over all prompt sets."""
+    columns = ["temp.", "batch", "setting", "prompts", "accept length", "interval", "tokens/s"]
+    columns += ["speedup", "interval", "identical"]
+    print_table(
+        f"{title}, all {len(rows[0]['data'])} prompt sets together; 95 % intervals",
+        columns,
+        [
+            [
+                row["temperature"],
+                row["batch_size"],
+                row["setting"],
+                row["prompts"],
+                row["acceptance_length"],
+                format_interval(row["acceptance_length_interval"]),
+                row["tokens_per_second"],
+                *_factor(row),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _factor(row: dict[str, Any]) -> list[Any]:
+    """Speed-up, its interval and how many answers are identical."""
+    factor = row.get("speedup", row.get("relative"))
+    return [
+        None if factor is None else times(factor),
+        format_interval(row.get("speedup_interval", row.get("relative_interval"))),
+        f"{row['identical']}/{row['answers']}" if "identical" in row else None,
+    ]
+
+
 def _cells(row: dict[str, Any]) -> list[Any]:
     acceptance, latency = row["acceptance"], row["latency"] or {}
-    factor = row.get("speedup", row.get("relative"))
-    interval = row.get("speedup_interval", row.get("relative_interval"))
     return [
         row["setting"],
         row["rule"] if row["lossless"] or "simulated" in row else f"{row['rule']}, lossy",
@@ -63,9 +94,7 @@ def _cells(row: dict[str, Any]) -> list[Any]:
         row["tokens_per_second"],
         row["decode_tokens_per_second"],
         *((latency.get(name) or {}).get("median") for name in ("ttft_ms", "tpot_ms")),
-        None if factor is None else times(factor),
-        format_interval(interval),
-        f"{row['identical']}/{row['answers']}" if "identical" in row else None,
+        *_factor(row),
     ]
 
 

@@ -88,6 +88,26 @@ def test_a_grid_has_a_row_for_every_setting_at_every_point(
             assert row["repeatability"]["identical_texts"] == row["answers"]
             assert repeatability_sentence(row) in shown.err
     assert json.loads(shown.out.strip().splitlines()[-1])["settings"] == rows
+    pooled = {(one["setting"], one["temperature"], one["batch_size"]): one for one in record["pooled"]}
+    assert len(pooled) == 3 * 4
+    for (name, temperature, size), one in pooled.items():
+        cells = [
+            row
+            for row in rows
+            if (row["setting"], row["temperature"], row["batch_size"]) == (name, temperature, size)
+        ]
+        assert (one["prompts"], one["answers"]) == (4, 6)
+        assert one["tokens"] == sum(row["tokens"] for row in cells)
+        steps = [sum(row["acceptance"][key] for row in cells) for key in ("committed", "verify_steps")]
+        assert one["acceptance_length"] == steps[0] / steps[1]
+        seconds = sum(row["seconds"] for row in cells)
+        assert one["tokens_per_second"] == pytest.approx(one["tokens"] / seconds, rel=1e-3)
+        if name != "plain":
+            plain = pooled["plain", temperature, size]
+            assert one["speedup"] == pytest.approx(one["tokens_per_second"] / plain["tokens_per_second"])
+            assert one["identical"] == 6
+            low, high = one["speedup_interval"]
+            assert low <= one["speedup"] <= high
     assert record["run"]["defaults"]["batch_size"] == [1, 2]
     assert record["peak_rss_bytes"] > 1 << 20
 
@@ -171,6 +191,8 @@ def test_a_killed_grid_goes_on_where_it_was(
     assert after["complete"]
     assert len(done) == 6
     assert after["settings"][:4] == before["settings"]
+    assert len(after["pooled"]) == 4
+    assert before["pooled"] == []
     assert len(after["settings"]) == 8
     assert len(after["per_prompt"]["plain"]) == 12
     assert after["run"]["extra"]["earlier"][0]["points"] == 2
