@@ -13,11 +13,14 @@ import hashlib
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
 from specdec.cold_tiers import BlockKey
 
+# a beginning that thousands share (a system prompt) has as many blocks behind it; a talk's own is a late one
+MOST_COMPARED = 256
 NO_DRAFT = -1  # the "next token" of blocks whose draft rows nobody made or needs
 
 
@@ -110,7 +113,8 @@ class PrefixIndex:
                 may differ; then the row before it is the last.
         """
         best: Part | None = None
-        for block in self._by_start.get((parent, text[0]), ()) if text else ():
+        start: dict[int, None] = self._by_start.get((parent, text[0]), {}) if text else {}
+        for block in islice(reversed(start), MOST_COMPARED):
             entry = self.entries[block]
             if with_draft and not entry.has_draft:
                 continue

@@ -191,6 +191,38 @@ def test_texts_of_many_random_schedules_are_those_of_requests_alone(
     explore(base, known, range(first, first + count // 4), requests=64)
 
 
+def test_a_request_aborted_at_any_step_leaves_no_block_and_harms_no_other(
+    base: Engine, known: dict[str, list[Known]]
+) -> None:
+    """B54: while it waits, in the second of four chunks of its prompt, between its drafts."""
+    drafter, pool = list(known.items())[-1]
+    config = EngineConfig(kv_tokens=256, block_size=4, max_batch_tokens=16, spec=STEADY)
+    engine = Engine(base, draft=drafter, config=config)
+    others = pool[:3]
+    longest = max(pool, key=lambda one: len(one.prompt))
+    assert len(longest.prompt) >= 3 * 16
+    where: set[str] = set()
+    for steps in range(14):
+        running = [engine.add(one.prompt, one.params) for one in others]
+        gone = engine.add(longest.prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+        # nothing of it may be known, or it would begin in the middle
+        gone.options = RequestOptions(cache_salt=f"{steps}")
+        for _ in range(steps):
+            engine.step()
+        where.add(
+            gone.status.value if gone.num_computed == 0 else "chunk" if gone.is_prefilling else "drafts"
+        )
+        engine.abort([gone])
+        engine.audit()
+        assert not gone.block_table
+        while engine.scheduler.has_work:
+            assert gone not in engine.step()
+            engine.audit()
+        assert engine.blocks.num_used == 0
+        assert [seq.output_ids for seq in running] == [one.tokens for one in others]
+    assert where >= {"waiting", "chunk", "drafts"}
+
+
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_a_replay_of_talks_recomputes_little_and_accepts_as_much_as_cold(
     base: Engine, draft: str, block_size: int

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from specdec.config import EngineConfig
+from specdec.sequence import SequenceStatus
 
 VOCAB = 3
 SIZE = 4
@@ -141,6 +144,29 @@ def test_a_tenant_that_pins_much_and_long_does_not_push_out_the_pins_of_another(
     host.drain()
     assert kept(small, "small") == 2
     assert host.prefixes.num_pinned < 8
+
+
+@pytest.mark.parametrize("use", ["target", "draft"])
+def test_what_gives_way_is_swapped_to_the_hosts_memory_and_back(schedule_host: Any, use: str) -> None:
+    """Its blocks go to the colder tier when another text takes the pool; only the open one is lost."""
+    host = schedule_host(num_blocks=12, cached=True, cold_blocks=30, budget=64, seed=1)
+    seq = host.add([0, 1, 2, 2, 1] * 5, 20, use, priority=5)
+    for _ in range(4):
+        host.step()
+    done = seq.num_indexed * SIZE
+    assert not seq.is_finished
+    assert done > 0
+    host.scheduler.preempt(seq)
+    host.add([2, 1] * 21, 1, priority=-5)
+    while len(host.open) > 1:
+        host.step()
+        host.audit()
+    assert host.prefixes.counts.evicted >= seq.num_preemptions
+    while seq.status is not SequenceStatus.RUNNING:
+        host.step()
+    assert host.prefixes.counts.fetched > 0
+    assert host.prefixes.counts.resumed >= done
+    host.drain()
 
 
 def test_a_deadline_ends_a_request_wherever_it_is(schedule_host: Any) -> None:
