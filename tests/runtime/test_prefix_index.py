@@ -24,7 +24,7 @@ def entry(tokens: tuple[int, ...], next_token: int, parent: bytes = ROOT) -> Cac
         ([1, 2, 3, 9, 5], 9, Part(0, 3), Part(0, 2)),
         ([1, 2, 7, 7, 7], 9, Part(1, 3), Part(1, 2)),
         ([1, 2, 3, 4, 5], 2, Part(1, 2), Part(0, 2)),  # the later one of equals
-        ([1, 8], 9, Part(0, 1), None),
+        ([1, 8], 9, Part(1, 1), None),
         ([8, 1], 9, None, None),
         ([], 9, None, None),
         ([2, 2, 2], 9, Part(2, 3), None),  # made without draft rows
