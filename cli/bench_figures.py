@@ -38,7 +38,8 @@ DEFINITIONS = {
     "itl_token_ms": "the same gap over the tokens of its later step, once for each of them",
     "e2el_ms": "end to end: batch asked for to the last token of the answer",
     "step_time": "share of wall time: draft (proposing), verify (target passes, prompts included), sample "
-    "(rows of logits that rules ask for, rules, draws), commit (moving rows, writing tokens down), host (scheduling and the rest)",
+    "(rows of logits that rules ask for, rules, draws), commit (moving rows, writing tokens down), host "
+    "(scheduling and the rest)",
     "energy": "what the card drew while the setting decoded, by its driver's counter, with other work on it",
     "warm_up": "short answers before the first measured one at that batch size and temperature, in no figure",
     "pooled": "all prompt sets together: sums over all answers; intervals over prompts (counts) and batches "

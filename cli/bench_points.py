@@ -20,7 +20,7 @@ from specdec.requests import PromptEncoder
 from specdec.verification.registry import rule_named
 
 # rendered again, an answer may have more tokens than it was written with
-_RENDERED_AGAIN = 2
+_RENDERED_AGAIN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,9 @@ def follower(
         token_ids = encoder.encode(messages)
         if len(token_ids) > room:
             reason = f"its prompt ({len(token_ids)} tokens) leaves no room in {room}"
-            left_out.append({"data": data.name, "id": row.id, "turn": turn, "reason": reason})
+            entry = {"data": data.name, "id": row.id, "turn": turn, "reason": reason}
+            if entry not in left_out:
+                left_out.append(entry)
             return None
         return replace(row, token_ids=token_ids, turn=turn)
 
