@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from specdec.cli.option_file import take_options
 from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.errors import OtherRunError, SpecdecError, StoppedError, UsageError
 from specdec.train.config import TrainConfig
-
-if TYPE_CHECKING:
-    from specdec.train.run import TrainResult
 
 DEFAULT = TrainConfig()
 # what a run is resumed by, and the fields whose flag is spelled otherwise
@@ -26,6 +24,8 @@ FLAGS = flags_of(
     {
         "num_kv_heads": "--kv-heads",
         "batch_rows": "--batch-tokens",
+        "micro_batch_rows": "--micro-batch-tokens",
+        "keep_checkpoints": "--keep",
         "learning_rate": "--lr",
         "compute_dtype": "--dtype",
         "boundaries": "--layers",
@@ -102,9 +102,26 @@ def train(
         ),
     ] = DEFAULT.max_hours,
     batch_tokens: Annotated[int, typer.Option(help="Rows of an optimiser step.")] = DEFAULT.batch_rows,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(help="Rows that a process takes at once; a batch is as many passes as needed.")
+    ] = DEFAULT.micro_batch_rows,
     learning_rate: Annotated[
         float, typer.Option("--lr", help="Largest learning rate.")
     ] = DEFAULT.learning_rate,
+    schedule: Annotated[
+        str, typer.Option(help="cosine, or wsd: warm-up, stable, then a line down.")
+    ] = DEFAULT.schedule,
+    decay_ratio: Annotated[
+        float, typer.Option(help="Share of the steps in which wsd falls.")
+    ] = DEFAULT.decay_ratio,
+    warmup_ratio: Annotated[
+        float, typer.Option(help="Share of the steps in which the rate rises.")
+    ] = DEFAULT.warmup_ratio,
+    clip_norm: Annotated[float, typer.Option(help="Largest norm of a gradient.")] = DEFAULT.clip_norm,
+    ema: Annotated[
+        float | None,
+        typer.Option(help="Measure and save averaged weights: this share of the average stays each step."),
+    ] = DEFAULT.ema,
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = DEFAULT.seed,
     dtype: Annotated[
         str, typer.Option(help="Precision of products: bfloat16 or float32.")
@@ -115,6 +132,12 @@ def train(
     target_dtype: Annotated[
         str, typer.Option(help="Precision of the target that gives states.")
     ] = DEFAULT.target_dtype,
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the target over devices: auto, balanced, sequential.")
+    ] = DEFAULT.device_map,
+    shard_weights: Annotated[
+        bool, typer.Option(help="Weights, gradients and optimiser in shards over the processes (FSDP).")
+    ] = DEFAULT.shard_weights,
     max_length: Annotated[int, typer.Option(help="Longer conversations are cut.")] = DEFAULT.max_length,
     eval_sequences: Annotated[
         int, typer.Option(help="Most conversations held out to measure acceptance.")
@@ -124,13 +147,33 @@ def train(
         int, typer.Option(help="Steps between measurements and saved drafts.")
     ] = DEFAULT.eval_every,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULT.save_every,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = DEFAULT.keep_checkpoints,
+    accept_every: Annotated[
+        int,
+        typer.Option(help="Also decode held-out prompts in the engine after so many steps; 0: never."),
+    ] = DEFAULT.accept_every,
+    accept_prompts: Annotated[int, typer.Option(help="Prompts of it.")] = DEFAULT.accept_prompts,
+    accept_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = DEFAULT.accept_tokens,
+    tracker: Annotated[
+        str | None, typer.Option(help="Log to tensorboard, trackio, wandb, ... as well.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = True,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, time a few steps, print the plan; write nothing."),
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(is_eager=True, callback=take_options, help="TOML file of these options."),
+    ] = None,
 ) -> None:
     """Train a draft head on the target's own answers; resumable."""
     from typing import cast
 
+    from specdec.loading import require_loading
+
     with usage_errors(FLAGS):
-        config = TrainConfig(
+        options = TrainConfig(
             draft_vocab_size=draft_vocab_size,
             intermediate_size=intermediate_size,
             num_kv_heads=kv_heads,
@@ -155,17 +198,30 @@ def train(
             steps=steps,
             max_hours=max_hours,
             batch_rows=batch_tokens,
+            micro_batch_rows=micro_batch_tokens,
             learning_rate=learning_rate,
+            schedule=cast(Any, schedule),
+            decay_ratio=decay_ratio,
+            warmup_ratio=warmup_ratio,
+            clip_norm=clip_norm,
+            ema=ema,
             seed=seed,
             compute_dtype=dtype,
             save_dtype=save_dtype,
             target_dtype=target_dtype,
+            device_map=device_map,
+            shard_weights=shard_weights,
             max_length=max_length,
             eval_sequences=eval_sequences,
             eval_depth=eval_depth,
             eval_every=eval_every,
             save_every=save_every,
+            keep_checkpoints=keep,
+            accept_every=accept_every,
+            accept_prompts=accept_prompts,
+            accept_tokens=accept_tokens,
         )
+        require_loading(target_dtype, device_map)
     if not data.is_file():
         raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
 
@@ -173,33 +229,52 @@ def train(
 
     from specdec.cli.console import emit_json, say
     from specdec.cli.layers import read_layers
+    from specdec.cli.train_show import show_plan, show_result, step_bar
     from specdec.hub import resolve_target
     from specdec.provenance import RunRecord, folder_fingerprint, sha256_file
-    from specdec.train.run import check_out_folder, train_draft
+    from specdec.train.run import check_out_folder, plan_training, train_draft
 
     check_out_folder(out)
     folder = resolve_target(target)
     fingerprint = folder_fingerprint(folder)
     boundaries = read_layers(layers, fingerprint)
     _require_own_answers(data, fingerprint)
-    with named_flags(FLAGS, OtherRunError):
+    if dry_run:
+        plan = plan_training(
+            folder,
+            boundaries=boundaries,
+            data=data,
+            out=out,
+            config=options,
+            states_cache=states_cache,
+            init_from=init_from,
+            report=say,
+        )
+        show_plan(plan)
+        emit_json(plan.to_dict())
+        return
+    with named_flags(FLAGS, OtherRunError), step_bar() as on_step:
         result = train_draft(
             folder,
             boundaries=boundaries,
             data=data,
             out=out,
-            config=config,
+            config=options,
             states_cache=states_cache,
             init_from=init_from,
             resume=resume,
+            tracker=tracker,
             report=say,
+            on_step=on_step,
         )
+    if not result.main:
+        return
     summary = dict(result.summary)
     if not result.outcome.new_steps:
         # the record of the run that trained says more than one of having nothing to do
         before = _recorded(out / "run.json")
         if before.get("complete") is True and before.get("steps") == result.outcome.steps:
-            _print(result)
+            show_result(result)
             emit_json({**before, "out": str(out)})
             return
     RunRecord.collect(
@@ -207,10 +282,10 @@ def train(
         seeds={"seed": seed},
         template_hash=summary["template_hash"],
         data_hash=sha256_file(data),
-        defaults=asdict(config),
+        defaults=asdict(options),
         extra=summary,
     ).write(out / "run.json")
-    _print(result)
+    show_result(result)
     emit_json({**summary, "out": str(out)})
     if not result.outcome.complete:
         raise StoppedError(
@@ -236,23 +311,3 @@ def _require_own_answers(data: Path, fingerprint: str) -> None:
             f"--data ({data}) was written by another target (fingerprint {str(written_by)[:12]}, not "
             f"{fingerprint[:12]}); run specdec regenerate with this one"
         )
-
-
-def _print(result: TrainResult) -> None:
-    from specdec.cli.console import print_table
-
-    found = result.acceptance
-    if found is None:
-        return
-    rows = [
-        [depth + 1, conditional, unconditional]
-        for depth, (conditional, unconditional) in enumerate(
-            zip(found.conditional, found.unconditional, strict=True)
-        )
-    ]
-    print_table(
-        f"Offline acceptance, greedy chain of {found.depth}, n={found.sequences} held-out conversations: "
-        f"{found.acceptance_length or 0:.3f} tokens a verify step",
-        ["depth", "accepted given the one before", "accepted"],
-        rows,
-    )

@@ -24,8 +24,10 @@ OPTIONS: dict[str, str] = {
         "--intermediate-size --kv-heads --lm-head --embed --hidden-size --fc-norm --norm-output "
         "--norm-before-residual --norm-before-fc --attention-bias --qk-norm --init --self-attending "
         "--unroll --step-weight --loss --distill-top-k --prompt-rows --depth-sampling --epochs --steps "
-        "--max-hours --batch-tokens --lr --seed --dtype --save-dtype --target-dtype --max-length "
-        "--eval-sequences --eval-depth --eval-every --save-every --resume"
+        "--max-hours --batch-tokens --micro-batch-tokens --lr --schedule --decay-ratio --warmup-ratio "
+        "--clip-norm --ema --seed --dtype --save-dtype --target-dtype --device-map --shard-weights "
+        "--max-length --eval-sequences --eval-depth --eval-every --save-every --keep --accept-every "
+        "--accept-prompts --accept-tokens --tracker --resume --dry-run --config"
     ),
     "study": (
         "target --data --out --layers --k --seeds --random-sets --random-seed --scores --probe-tokens "

@@ -1,0 +1,33 @@
+"""One process of two: trains what its arguments say, and writes nothing itself; run by `test_processes`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from specdec.train.config import TrainConfig
+from specdec.train.run import train_draft
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    base = TrainConfig(**plan["base"])
+    for run in plan["runs"]:
+        lines: list[str] = []
+        result = train_draft(
+            plan["target"],
+            boundaries=tuple(plan["boundaries"]),
+            data=plan["data"],
+            out=run["out"],
+            config=replace(base, **run["change"]),
+            states_cache=run.get("states_cache", "online"),
+            report=lines.append,
+        )
+        assert bool(lines) == result.main, "the main process alone speaks"
+        assert result.summary["processes"] == 2, "the run must have seen both processes"
+
+
+if __name__ == "__main__":
+    main()
