@@ -15,6 +15,7 @@ from specdec.detokenize import IncrementalDetokenizer
 from specdec.drafter import Drafter
 from specdec.errors import SpecdecError
 from specdec.grammar import GrammarCompiler
+from specdec.paged_kv import head_row_bytes
 from specdec.processors import RequestProcessor
 from specdec.random_streams import RandomStream
 from specdec.requests import Prompt, PromptEncoder
@@ -170,7 +171,8 @@ def pool_blocks(config: EngineConfig, model: ModelConfig, max_model_len: int, it
     Raises:
         SpecdecError: fewer than two blocks, or more than the memory that is free.
     """
-    row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item_bytes
+    head_bytes = head_row_bytes(model.head_dim, item_bytes, coded=config.kv_cache_dtype != "auto")
+    row_bytes = 2 * model.num_layers * model.num_kv_heads * head_bytes
     tokens = config.kv_tokens
     free = free_memory_bytes() if config.device == "cpu" else None
     if tokens is None:

@@ -8,7 +8,7 @@ Knows nothing of tensors.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from specdec.provenance import read_json
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 KERNEL_SETTINGS = ("auto", "triton", "reference")
 WEIGHTS = ("auto", "fp16-packed", "plain", "int8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -202,6 +203,7 @@ class SpecConfig:
     ngram_min: int = 2
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_range("max_depth", self.max_depth, 1, 32)
         _check_range("top_k", self.top_k, 1, 32)
         _check_range("max_nodes", self.max_nodes, 1, 64)
@@ -251,7 +253,10 @@ class EngineConfig:
     cpu: as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute
     dtype elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that
     was named. `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness,
-    unless `weights` are "plain". `pass_costs` says by which costs of a pass the adaptive policy decides:
+    unless `weights` are "plain". `kv_cache_dtype` says how the target's keys and values are kept: in the
+    compute dtype ("auto"), or as eight-bit codes with a scale for each row and head ("int8", "fp8"; through
+    kernels only): half the memory of 16-bit rows and another model's numbers, the same ones with and without
+    drafts. `pass_costs` says by which costs of a pass the adaptive policy decides:
     those "measured" on the cpu when the engine starts (a second, kept in the user's cache), or the "fixed"
     ones of the program.
     """
@@ -271,6 +276,7 @@ class EngineConfig:
     dtype: str = "float32"
     weights: str = "auto"
     draft_weights: str = "auto"
+    kv_cache_dtype: str = "auto"
     pass_costs: str = "measured"
     allow_lossy: bool = False
     deterministic: bool = False
@@ -282,6 +288,7 @@ class EngineConfig:
     spec: SpecConfig = field(default_factory=SpecConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.block_size not in (4, 8, 16, 32, 64):
             raise SpecdecError(f"block_size ({self.block_size}) must be one of 4, 8, 16, 32, 64")
         _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
@@ -309,6 +316,11 @@ class EngineConfig:
             )
         if self.kernels not in KERNEL_SETTINGS:
             raise SpecdecError(f"kernels ({self.kernels!r}) must be one of {', '.join(KERNEL_SETTINGS)}")
+        _check_range("kv_memory_bytes", self.kv_memory_bytes, 1, 1 << 50)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise SpecdecError(
+                f"kv_cache_dtype ({self.kv_cache_dtype!r}) must be one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.pass_costs not in ("measured", "fixed"):
             raise SpecdecError(f"pass_costs ({self.pass_costs!r}) must be measured or fixed")
         for name, value in (("weights", self.weights), ("draft_weights", self.draft_weights)):
@@ -323,6 +335,14 @@ class EngineConfig:
             raise SpecdecError(f"dtype ({self.dtype!r}) must be float32, bfloat16 or float16")
         if self.simulate_acceptance is not None:
             self.spec.check_simulated(self.simulate_acceptance)
+
+    def check_draft(self, *, drafts: bool) -> None:
+        """Refuse settings about drafts where nothing drafts."""
+        if self.simulate_acceptance is not None and not drafts:
+            raise SpecdecError(
+                f"simulate_acceptance ({self.simulate_acceptance:g}) needs a draft: without one nothing is "
+                "drafted. Give one, such as 'random', or leave it out"
+            )
 
     @property
     def resolved_draft_weights(self) -> str:
@@ -350,6 +370,27 @@ def check_shared(ours: EngineConfig, length: int, theirs: EngineConfig, their_le
         raise SpecdecError(
             f"max_model_len ({length}) must be at most {their_length}, as in the engine that is shared"
         )
+
+
+# what a field annotated so takes, and how to say it; whole numbers are checked with their range
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "a string"),
+    "SpecConfig": ((SpecConfig,), "a SpecConfig"),
+}
+
+
+def _check_types(record: SpecConfig | EngineConfig) -> None:
+    """Refuse a value of another kind than its field's, before anything is done with it."""
+    for each in fields(record):
+        kind, _, optional = str(each.type).partition(" | ")
+        value = getattr(record, each.name)
+        if kind not in _KINDS or (optional and value is None):
+            continue
+        types, meaning = _KINDS[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise SpecdecError(f"{each.name} ({value!r}) must be {meaning}")
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

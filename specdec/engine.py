@@ -30,6 +30,7 @@ from specdec.device.step import device_step
 from specdec.drafter import Drafter, TapDrafter, TargetView
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
+from specdec.kernels.kv_quant import KV_CODE_DTYPES
 from specdec.memory import MemoryReport, memory_report
 from specdec.models.decoder import Decoder
 from specdec.paged_kv import PagedKVCache
@@ -81,6 +82,7 @@ class Engine:
         self.clock = clock
         share: Engine | None = target if isinstance(target, Engine) else None
         self.config: EngineConfig = config or (share.config if share else EngineConfig())
+        self.config.check_draft(drafts=draft is not None)
         folder: Path = share.target_folder if share else resolve_target(str(target))
         self.target_folder: Path = folder
         self.model_config = ModelConfig.from_folder(folder)
@@ -117,6 +119,7 @@ class Engine:
             head_dim=self.model_config.head_dim,
             dtype=dtype,
             device=self.config.device,
+            codes=KV_CODE_DTYPES.get(self.config.kv_cache_dtype),
         )
         boundaries = self.drafter.boundaries if self.drafter else ()
         self.runner: ModelRunner = (

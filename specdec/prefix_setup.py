@@ -42,7 +42,8 @@ def build_prefix_cache(
         head = drafter.fingerprint if isinstance(drafter, TapDrafter) else ""
         # everything that makes the rows of equal texts different
         parts = [DISK_FORMAT, folder_fingerprint(target_folder), head, config.dtype, config.block_size]
-        namespace = sha256_text(repr([*parts, config.deterministic, storage.block_bytes]))[:32]
+        parts += [config.kv_cache_dtype, config.deterministic, storage.block_bytes]
+        namespace = sha256_text(repr(parts))[:32]
         tiers.append(DiskTier(Path(config.disk_cache_dir), int(config.disk_cache_gb * 1e9), namespace))
     return PrefixCache(
         config.block_size,

@@ -16,6 +16,11 @@ def device_operations(config: EngineConfig, dtype: torch.dtype) -> Operations | 
         SpecdecError: no such card, kernels that cannot be had, or a mode they do not have.
     """
     if config.device == "cpu" and config.kernels == "auto":
+        if config.kv_cache_dtype != "auto":
+            raise SpecdecError(
+                f"kv_cache_dtype ({config.kv_cache_dtype}) needs the kernels (a card, or kernels 'reference'): "
+                "the processor's own path keeps rows in the compute dtype ('auto')"
+            )
         return None
     _check_card(config.device)
     ops = operations(config.device, config.kernels, dtype, deterministic=config.deterministic)

@@ -194,13 +194,14 @@ class DeviceStep:
             max_depth=size.depth,
         )
         walk = self._walks(size, inputs, flat, logits, positions, trees.draft_probs)
-        self._ops["commit_path"](
-            self.runner.cache.data,
-            walk.accepted_nodes,
-            inputs.context_len,
-            inputs.block_tables,
-            block_size=self._block_size,
-        )
+        for part in self.runner.cache.parts:
+            self._ops["commit_path"](
+                part,
+                walk.accepted_nodes,
+                inputs.context_len,
+                inputs.block_tables,
+                block_size=self._block_size,
+            )
         numbers = (walk.num_accepted, walk.next_token_ids, walk.is_bonus, walk.failed, trees.num_nodes)
         lines = torch.cat(
             (

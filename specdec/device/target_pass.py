@@ -61,6 +61,7 @@ class TargetPass:
         self._tap(taps, 0, residual)
         for index, layer in enumerate(decoder.layers):
             key_cache, value_cache = self.cache.layer(index)
+            key_scales, value_scales = self.cache.layer_scales(index)
             query = ops.rope_store(
                 layer.qkv(normed).view(rows, heads + 2 * kv_heads, dim),
                 self.cos,
@@ -73,8 +74,18 @@ class TargetPass:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=eps,
+                key_scales=key_scales,
+                value_scales=value_scales,
             )
-            attended = ops.tree_attention(query, key_cache, value_cache, batch, window=layer.window)
+            attended = ops.tree_attention(
+                query,
+                key_cache,
+                value_cache,
+                batch,
+                window=layer.window,
+                key_scales=key_scales,
+                value_scales=value_scales,
+            )
             # both sums go into `residual` in place
             normed = ops.add_rms_norm(layer.out(attended), residual, layer.post_norm, eps)
             update = layer.down(ops.silu_mul(layer.gate_up(normed)))
