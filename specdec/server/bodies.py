@@ -152,4 +152,4 @@ def _spell(loc: tuple[int | str, ...]) -> str:
 
 
 # how pydantic names the branches of unions
-_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "TextPart"})
+_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "NamedTool", "TextPart"})

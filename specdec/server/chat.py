@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from specdec.requests import GenerationResult, StreamPiece, whole_piece
 from specdec.server import answers
 from specdec.server.events import EventStream, event
-from specdec.server.fields import ChatFields
+from specdec.server.fields import ChatFields, NamedTool
 from specdec.server.prompts import Prompts
 from specdec.server.requests_made import chat_params, num_choices
 from specdec.server.service import Service, record_of
@@ -22,6 +22,7 @@ from specdec.server.tickets import Ticket
 from specdec.server.token_kinds import KindReader, kind_readers, kinds_of
 from specdec.server.token_text import chat_logprobs
 from specdec.server.tool_calls import CallReader
+from specdec.server.tool_grammar import takes_one_call
 
 
 class Chats:
@@ -71,7 +72,7 @@ class Chats:
             "model": model,
         }
         choices = num_choices(fields, service.config)
-        one_call = fields.parallel_tool_calls is False
+        one_call = takes_one_call(fields)
         readers = [CallReader(one_call=one_call) if tools else None for _ in ticket.sequences]
         kinds = kind_readers(fields, service.encoder, ticket)
         if fields.stream:
@@ -105,7 +106,7 @@ class Chats:
             count.add(piece)
             reason = None if piece.result is None else answers.finish_reason(piece.result)
             delta = self._delta(piece, readers[piece.index])
-            if reason == "stop" and _called(readers[piece.index]):
+            if reason == "stop" and _ends_for_calls(fields, readers[piece.index]):
                 reason = "tool_calls"
             # the role comes with the first token, so that the first chunk tells when that was
             first = piece.index not in begun
@@ -161,7 +162,7 @@ class Chats:
             "index": index,
             "message": message,
             "logprobs": self._logprobs(fields, whole),
-            "finish_reason": "tool_calls" if called and reason == "stop" else reason,
+            "finish_reason": "tool_calls" if reason == "stop" and _ends_for_calls(fields, reader) else reason,
             **kinds_of(kinds, whole),
         }
         if fields.return_token_ids:
@@ -177,3 +178,8 @@ class Chats:
 
 def _called(reader: CallReader | None) -> bool:
     return reader is not None and reader.num_calls > 0
+
+
+def _ends_for_calls(fields: ChatFields, reader: CallReader | None) -> bool:
+    """Whether calls are why an answer ended; a function that was named is no decision, as OpenAI has it."""
+    return _called(reader) and not isinstance(fields.tool_choice, NamedTool)

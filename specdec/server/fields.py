@@ -191,6 +191,19 @@ class Tool(Fields):
     function: FunctionFields
 
 
+class NamedFunction(Fields):
+    """A tool by name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """`tool_choice` that names the one tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatFields(GeneratingFields):
     """`POST /v1/chat/completions`."""
 
@@ -199,7 +212,7 @@ class ChatFields(GeneratingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = Field(default=None, max_length=128)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, str | bool | int | float] | None = Field(default=None, max_length=16)

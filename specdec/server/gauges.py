@@ -33,7 +33,7 @@ class EngineGauges(Collector):
         yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", used)
         yield _gauge("engine_alive", "1 while the engine's thread lives.", float(loop.fault is None))
         states = Counter(
-            "off" if seq.spec is None else "drafting" if seq.controller.max_nodes(seq.spec) else "paused"
+            "off" if seq.spec is None else "drafting" if seq.controller.drafting else "paused"
             for seq in running
         )
         speculation = GaugeMetricFamily(
@@ -51,7 +51,9 @@ class EngineGauges(Collector):
             yield _counter("prefix_cache_evicted_blocks", "Idle blocks given up.", counts.evicted)
             yield _counter("prefix_cache_fetched_blocks", "Blocks back from colder memory.", counts.fetched)
             tiers = engine.prefixes.tiers
-            yield _gauge("prefix_cache_cold_bytes", "In colder memory.", sum(tiers.sizes_bytes) if tiers else 0)
+            yield _gauge(
+                "prefix_cache_cold_bytes", "In colder memory.", sum(tiers.sizes_bytes) if tiers else 0
+            )
         times = CounterMetricFamily(
             f"{PREFIX}engine_step_seconds", "Time in steps, by part.", labels=["part"]
         )

@@ -1,7 +1,7 @@
 """The several ways in which a request asks for an answer inside a grammar.
 
-Owns OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields, all of which
-become one `GrammarSpec`.
+Owns OpenAI's `response_format`, a `tool_choice` that demands a call, vLLM's `structured_outputs` and its
+older `guided_*` fields, all of which become one `GrammarSpec`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import re
 from typing import Any
 
 from specdec.sampling_params import GrammarSpec
-from specdec.server.fields import GeneratingFields, ResponseFormat, StructuredOutputs
+from specdec.server.fields import ChatFields, GeneratingFields, ResponseFormat, StructuredOutputs
 from specdec.server.problems import about_fields, bad_field
+from specdec.server.tool_grammar import MAX_CALLS, calls_grammar, demanded_tools, takes_one_call
 
 MAX_CHOICES_IN_GRAMMAR = 1024
 
@@ -40,6 +41,8 @@ def grammar_of(fields: GeneratingFields) -> tuple[GrammarSpec | None, str | None
         add("guided_choice", regex=_one_of("guided_choice", fields.guided_choice))
     if fields.guided_grammar is not None:
         add("guided_grammar", ebnf=fields.guided_grammar)
+    if isinstance(fields, ChatFields) and (tools := demanded_tools(fields)):
+        add("tool_choice", ebnf=calls_grammar(tools, most=1 if takes_one_call(fields) else MAX_CALLS))
     if len(found) > 1:
         raise bad_field(list(found)[1], f"{' and '.join(found)} exclude each other; give one of them")
     for field, grammar in found.items():

@@ -77,7 +77,7 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function"),
     (
         CHAT,
-        chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required"),
+        chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="maybe"),
         "tool_choice",
     ),
     (CHAT, chat(chat_template_kwargs={"messages": "x"}), "chat_template_kwargs"),

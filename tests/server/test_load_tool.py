@@ -31,9 +31,12 @@ def loaded(live: Any, prompts: Path, out: Path, *words: str) -> dict[str, Any]:
     return record
 
 
-def test_a_sweep_counts_what_the_server_counts(live: Any, prompts: Path, tmp_path: Path) -> None:
+def test_a_sweep_counts_what_the_server_counts(
+    live: Any, prompts: Path, tmp_path: Path, valid_record: Callable[[dict[str, Any]], None]
+) -> None:
     before = {name: live.metric(name) for name in NAMES}
     record = loaded(live, prompts, tmp_path / "load.json", "--concurrency", "1,3", "--warm-up", "0")
+    valid_record(record)
     live.wait_until_idle()
     counted = {name: live.metric(name) - before[name] for name in NAMES}
     points = record["points"]
