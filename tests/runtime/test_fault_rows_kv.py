@@ -232,7 +232,7 @@ def test_five_hundred_requests_leave_no_block_behind(
 ) -> None:
     """B49: page 4, trees of 16, random acceptance, preemption, aborts: the pool is whole each wave."""
     rng = random.Random(7)
-    engine = planned(plain, reference, random_tree(rng), block_size=4, kv_tokens=136, max_num_seqs=8)
+    engine = planned(plain, reference, random_tree(rng), block_size=4, kv_tokens=112, max_num_seqs=8)
     short = [prompt for prompt in prompts if len(prompt) < 20]
     for _ in range(10):
         chosen = [rng.choice(short) for _ in range(50)]
