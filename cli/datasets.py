@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.train.records import turns_of
+from specdec.train.streamed_sets import is_streamed, local_copy
 
 _BENCH = Path(__file__).parent / "data"
 _TRAIN = Path(__file__).parent.parent / "train" / "data"
@@ -51,7 +53,13 @@ class Prompt:
 
 
 def prompt_file(name_or_path: str) -> Path:
-    """Find the prompt file for what a user typed: a shipped set's name, or a .jsonl or .txt file."""
+    """Find the prompt file for what a user typed: a shipped set's name, a .jsonl or .txt, or a streamed set.
+
+    Raises:
+        SpecdecError: none of them, or a set (`hf:NAME`) that cannot be had.
+    """
+    if is_streamed(name_or_path):
+        return local_copy(name_or_path)
     return _find(name_or_path, PROMPT_SETS)
 
 
@@ -184,8 +192,15 @@ def _parse_row(path: Path, number: int, line: str) -> Prompt:
     if not isinstance(row, dict):
         raise SpecdecError(f"{where} must be a JSON object with 'prompt' or 'turns'")
     turns = [row["prompt"]] if "prompt" in row else row.get("turns")
+    if turns is None and isinstance(talk := turns_of(row), list):
+        # a chat is asked again: its answers are somebody else's
+        turns = [
+            turn.get("content") for turn in talk if isinstance(turn, dict) and turn.get("role") == "user"
+        ]
     if not isinstance(turns, list) or not turns:
-        raise SpecdecError(f"{where} must have 'prompt' (a string) or 'turns' (a list of strings)")
+        raise SpecdecError(
+            f"{where} must have 'prompt' (a string), 'turns' (a list of strings) or 'messages'"
+        )
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise SpecdecError(f"{where}: every turn must be a string that is not empty")
     prompt = Prompt(

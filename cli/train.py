@@ -16,6 +16,7 @@ from specdec.cli.option_file import take_options
 from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.errors import OtherRunError, SpecdecError, StoppedError, UsageError
 from specdec.train.config import TrainConfig
+from specdec.train.streamed_sets import SPELLING, is_streamed
 
 DEFAULT = TrainConfig()
 # what a run is resumed by, and the fields whose flag is spelled otherwise
@@ -39,7 +40,13 @@ FLAGS = flags_of(
 def train(
     target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
     layers: Annotated[str, typer.Option(help="selection.json, or boundaries like 2,15,29.")],
-    data: Annotated[Path, typer.Option(help="JSONL of the target's answers (specdec regenerate).")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL of the target's answers (specdec regenerate), of chats or texts; a .txt; or "
+            "hf:NAME[,config=C][,split=S][,limit=N] of the datasets library."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Draft folder to write; checkpoints go there too.")],
     states_cache: Annotated[
         str, typer.Option(help="Folder that keeps target states over epochs and runs, or online.")
@@ -222,8 +229,10 @@ def train(
             accept_tokens=accept_tokens,
         )
         require_loading(target_dtype, device_map)
-    if not data.is_file():
-        raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
+    if not is_streamed(str(data)) and not data.is_file():
+        raise UsageError(
+            f"--data ({data}) is not a file; write one with specdec regenerate, or name a set as {SPELLING}"
+        )
 
     from dataclasses import asdict
 
@@ -232,6 +241,7 @@ def train(
     from specdec.cli.train_show import show_plan, show_result, step_bar
     from specdec.hub import resolve_target
     from specdec.provenance import RunRecord, folder_fingerprint, sha256_file
+    from specdec.train.records import data_file
     from specdec.train.run import check_out_folder, plan_training, train_draft
 
     check_out_folder(out)
@@ -281,7 +291,7 @@ def train(
         dtype=dtype,
         seeds={"seed": seed},
         template_hash=summary["template_hash"],
-        data_hash=sha256_file(data),
+        data_hash=sha256_file(data_file(data)),
         defaults=asdict(options),
         extra=summary,
     ).write(out / "run.json")

@@ -28,9 +28,21 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"config", "disk_space", "engine_limits", "provenance", "random_streams", "request_options"}),
     frozenset(
-        {"attention", "block_storage", "blocks", "cold_tiers", "idle_blocks", "paged_kv", "prefix_cache"}
-        | {"block_files", "disk_tier", "prefix_index", "prefix_stage"}
-        | {"constraints", "convert", "detokenize", "grammar", "hf", "loading", "logprobs"}
+        {
+            "attention",
+            "block_files",
+            "block_storage",
+            "blocks",
+            "cold_tiers",
+            "disk_tier",
+            "idle_blocks",
+            "paged_kv",
+            "prefix_cache",
+            "prefix_index",
+            "prefix_stage",
+        }
+        | {"live_costs", "node_budget"}
+        | {"constraints", "convert", "detokenize", "grammar", "hf", "hf_markers", "loading", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation", "step_logits"}
         | {
             "divergence",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from specdec.errors import SpecdecError
 from specdec.hf import render_chat
-from specdec.train.chat_data import chat_mask, load_chat_data
+from specdec.train.chat_data import load_chat_data
+from specdec.train.masks import chat_mask
 
 CHATML = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' if m.role == 'assistant' "
@@ -24,6 +26,24 @@ LLAMA_LIKE = (
 GEMMA_LIKE = (
     "{{ bos_token }}{% for m in messages %}<|user|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
     "{{ m.content }}<|eot|>\n{% endfor %}{% if add_generation_prompt %}<|user|>model\n{% endif %}"
+)
+# the end of turn inside the marked block, with the line break behind it, and just outside of it
+MARKED_INSIDE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|eot|>\n{% endgeneration %}{% else %}{{ m.content }}<|eot|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED_OUTSIDE = (
+    "{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{%- generation -%}{{ m.content }}{%- endgeneration -%}{% else %}{{ m.content }}{% endif %}"
+    "<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# takes the thoughts of earlier turns out, as Qwen3's does
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' and loop.last %}think {% endif %}{{ m.content }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TALK = [
     {"role": "user", "content": "one"},
@@ -45,32 +65,66 @@ def _load(path: Path, tokenizer: Any, max_length: int = 2048) -> Any:
     return load_chat_data(path, tokenizer, max_length=max_length, vocab_size=VOCAB)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, GEMMA_LIKE])
-def test_the_mask_covers_answers_and_their_end_of_turn_and_nothing_else(
-    template: str, tiny_tokenizer: Any
-) -> None:
-    """Templates without generation markers: libraries then fall back to an all-zero or all-one mask."""
+@pytest.fixture
+def with_template(tiny_tokenizer: Any) -> Iterator[Callable[[str], Any]]:
+    """Call with a template: the tokenizer with it, until the test ends."""
     kept = tiny_tokenizer.chat_template
-    tiny_tokenizer.chat_template = template
-    try:
-        ids, mask = chat_mask(tiny_tokenizer, TALK)
-    finally:
-        tiny_tokenizer.chat_template = kept
+
+    def put(template: str) -> Any:
+        tiny_tokenizer.chat_template = template
+        return tiny_tokenizer
+
+    yield put
+    tiny_tokenizer.chat_template = kept
+
+
+def _spans(tokenizer: Any, ids: list[int], mask: list[bool]) -> list[str]:
+    """The marked texts, in order."""
     spans, current = [], []
-    for token, on in zip(ids, mask, strict=True):
+    for token, on in zip([*ids, -1], [*mask, False], strict=True):
         if on:
             current.append(token)
         elif current:
-            spans.append(tiny_tokenizer.decode(current))
+            spans.append(tokenizer.decode(current))
             current = []
-    if current:
-        spans.append(tiny_tokenizer.decode(current))
-    assert spans == ["first<|eot|>", "second<|eot|>", "third<|eot|>"]
+    return spans
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, GEMMA_LIKE, MARKED_INSIDE, MARKED_OUTSIDE])
+def test_the_mask_covers_answers_and_their_end_of_turn_and_nothing_else(
+    template: str, with_template: Callable[[str], Any]
+) -> None:
+    """Without generation markers libraries fall back to an all-zero or all-one mask; ours is derived."""
+    tokenizer = with_template(template)
+    ids, mask, left_out = chat_mask(tokenizer, TALK)
+    assert _spans(tokenizer, ids, mask) == ["first<|eot|>", "second<|eot|>", "third<|eot|>"]
+    assert left_out == 0
+
+
+def test_a_template_that_rewrites_earlier_answers_is_trained_on_the_last_one_and_that_is_counted(
+    with_template: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Catches losing every chat of more than one turn, and training on text the model never writes."""
+    tokenizer = with_template(THINKING)
+    ids, mask, left_out = chat_mask(tokenizer, TALK)
+    assert _spans(tokenizer, ids, mask) == ["think third<|eot|>"]
+    assert left_out == 2
+    data = _load(_write(tmp_path / "d.jsonl", [{"messages": TALK}, {"messages": TALK[:2]}]), tokenizer)
+    assert (len(data.sequences), data.partly_trained) == (2, 1)
+
+
+def test_markers_that_leave_a_turn_out_are_refused(
+    with_template: Callable[[str], Any], tmp_path: Path
+) -> None:
+    template = MARKED_INSIDE.replace("m.role == 'assistant'", "m.role == 'assistant' and not loop.first")
+    template = template.replace("not loop.first", "loop.index0 > 2")
+    with pytest.raises(SpecdecError, match="generation markers give 2 of 3 turns"):
+        _load(_write(tmp_path / "d.jsonl", [{"messages": TALK}]), with_template(template))
 
 
 def test_the_generation_prompt_with_the_answer_is_a_prefix_of_the_training_ids(tiny_tokenizer: Any) -> None:
     """Trainer and server render alike: acceptance fell from 60 to 25 percent where they did not."""
-    ids, mask = chat_mask(tiny_tokenizer, TALK)
+    ids, mask, _ = chat_mask(tiny_tokenizer, TALK)
     prompt = render_chat(tiny_tokenizer, TALK[:-1], add_generation_prompt=True)
     assert ids[: len(prompt)] == prompt
     assert all(mask[len(prompt) :])
@@ -188,3 +242,44 @@ def test_a_missing_or_empty_file_is_named(tiny_tokenizer: Any, tmp_path: Path) -
         _load(tmp_path / "none.jsonl", tiny_tokenizer)
     with pytest.raises(SpecdecError, match="the file is empty"):
         _load(_write(tmp_path / "d.jsonl", []), tiny_tokenizer)
+
+
+def test_the_other_spellings_of_a_chat_give_the_same_ids(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """ShareGPT's names, and a prompt with its answer; a prompt alone says how it gets one."""
+    user, answer = TALK[:2]
+    records = [
+        {"messages": [user, answer]},
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "first"}]},
+        {"prompt": "one", "response": "first"},
+        {"prompt": "one"},
+        {"conversations": [{"from": 3, "value": "one"}]},
+    ]
+    found = []
+    for place, record in enumerate(records[:3]):
+        (sequence,) = _load(_write(tmp_path / f"{place}.jsonl", [record]), tiny_tokenizer).sequences
+        found.append((sequence.token_ids, sequence.assistant_mask))
+    assert found[0] == found[1] == found[2]
+    data = _load(_write(tmp_path / "d.jsonl", records), tiny_tokenizer)
+    assert [item.line for item in data.dropped] == [2, 3, 4, 5]
+    assert "specdec regenerate" in data.dropped[2].reason
+    assert "role 3" in data.dropped[3].reason
+
+
+def test_plain_texts_are_taken_in_pieces_of_which_every_token_but_the_first_is_trained(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    text = "a plain text\nof two lines " * 6
+    (tmp_path / "book.txt").write_text(text)
+    from_text = _load(tmp_path / "book.txt", tiny_tokenizer, max_length=50).sequences
+    from_json = _load(_write(tmp_path / "d.jsonl", [{"text": text}]), tiny_tokenizer, max_length=50).sequences
+    assert [s.token_ids for s in from_text] == [s.token_ids for s in from_json]
+    ids = [token for sequence in from_text for token in sequence.token_ids]
+    assert ids[0] == tiny_tokenizer.bos_token_id
+    assert ids.count(tiny_tokenizer.bos_token_id) == 1
+    assert tiny_tokenizer.decode(ids[1:]) == text
+    assert {len(sequence.token_ids) for sequence in from_text[:-1]} == {50}
+    for sequence in from_text:
+        assert sequence.assistant_mask == (False, *[True] * (len(sequence.token_ids) - 1))
+    assert [sequence.id for sequence in from_text[:2]] == ["line-1#0", "line-1#1"]
+    with pytest.raises(SpecdecError, match="text is empty"):
+        _load(_write(tmp_path / "d.jsonl", [{"text": " "}]), tiny_tokenizer)

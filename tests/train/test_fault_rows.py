@@ -23,8 +23,9 @@ from specdec.layer_select.score import ScoreConfig
 from specdec.layer_select.texts import read_texts
 from specdec.requests import PromptEncoder
 from specdec.sequence import SamplingParams
-from specdec.train.chat_data import chat_mask, load_chat_data
+from specdec.train.chat_data import load_chat_data
 from specdec.train.config import TrainConfig
+from specdec.train.masks import chat_mask
 from specdec.train.run import train_draft
 
 BOS = "<|bos|>"
@@ -113,7 +114,7 @@ def test_messages_and_stored_ids_train_on_the_same_tokens(target: Path) -> None:
         talk.append({"role": "user", "content": f"{turn} the question"})
         prompt = encoder.encode(talk)
         talk.append({"role": "assistant", "content": f"the answer {turn}"})
-        ids, mask = chat_mask(tokenizer, talk)
+        ids, mask, _ = chat_mask(tokenizer, talk)
         answer = tokenizer(f"the answer {turn}<|eot|>", add_special_tokens=False)["input_ids"]
         assert ids == prompt + answer
         assert mask[len(prompt) :] == [True] * len(answer)
@@ -127,7 +128,7 @@ def test_the_template_adds_one_bos_on_every_chat_path(target: Path) -> None:
     expected = 1 if "bos_token" in tokenizer.chat_template else 0
     bos = tokenizer.bos_token_id
     assert encoder.encode(chat).count(bos) == expected
-    ids, _ = chat_mask(tokenizer, [*chat, {"role": "assistant", "content": "ho"}])
+    ids, *_ = chat_mask(tokenizer, [*chat, {"role": "assistant", "content": "ho"}])
     assert ids.count(bos) == expected
 
 
