@@ -161,7 +161,7 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
                 reference=f"{OURS} {PLAIN}",
             )
     results = run.results
-    bases = {f"{OURS} {one.name}": f"{OURS} {PLAIN}" for one in settings} | _bases(peers)
+    bases = {f"{OURS} {one.name}": f"{OURS} {PLAIN}" for one in settings} | bases_of(peers)
     batches = batches_of(run)
     figures = [summarise(name, results, plan.max_tokens, bases.get(name), batches) for name in decoders]
     for one in figures:
@@ -226,14 +226,19 @@ def _start(
     peer: Peer, setup: dict[str, Any] | None, encoder: PromptEncoder, device: str
 ) -> PeerProcess | PeerServer:
     if setup is None:
-        return PeerServer(peer, encoder.encode)
+        return PeerServer(peer, lambda text: output_ids(encoder, text))
     return PeerProcess(peer, setup, threads=torch.get_num_threads(), device=device)
 
 
-def _bases(peers: Sequence[Peer]) -> dict[str, str]:
-    """For each peer the plain one of its family, if it is among them."""
-    plain = {peer.family: peer.name for peer in peers if peer.is_plain}
-    return {peer.name: plain[peer.family] for peer in peers if peer.family in plain}
+def bases_of(peers: Sequence[Peer]) -> dict[str, str]:
+    """For each peer the one that differs from it in speculation alone, if it is among them."""
+    plain = {peer.without_speculation: peer.name for peer in peers if peer.is_plain}
+    return {peer.name: plain[peer.without_speculation] for peer in peers if peer.without_speculation in plain}
+
+
+def output_ids(encoder: PromptEncoder, text: str) -> list[int]:
+    """Token ids of what a model wrote: nothing of what a tokenizer puts before a prompt."""
+    return encoder.encode(text)[len(encoder.encode("")) :]
 
 
 def our_facts(engine: Engine) -> dict[str, Any]:

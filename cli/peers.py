@@ -84,6 +84,8 @@ KINDS: dict[str, PeerKind] = {
 }
 # options by which an engine speculates; transformers then takes one prompt at a time
 _SPECULATIVE = frozenset({"lookup", "method", "assistant", "early_exit"})
+# and those that say how
+_DRAFTING = frozenset({"k", "draft"})
 # options that are folders or files
 _PATHS = frozenset({"gguf", "draft", "assistant"})
 SPELLING = (
@@ -111,6 +113,13 @@ class Peer:
     def is_plain(self) -> bool:
         """Whether it decodes without speculation, as far as is known."""
         return not _SPECULATIVE & set(self.options)
+
+    @property
+    def without_speculation(self) -> tuple[str | None, ...]:
+        """Everything that decides its speed beside speculation: engine, environment and other options."""
+        left_out = _SPECULATIVE | _DRAFTING
+        options = sorted(f"{key}={value}" for key, value in self.options.items() if key not in left_out)
+        return (self.family, self.python, *options)
 
     @property
     def takes_batches(self) -> bool:

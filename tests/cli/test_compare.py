@@ -6,19 +6,21 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.cli import compare_run, peers
-from specdec.cli.compare_run import common_prefix, summarise
+from specdec.cli.compare_run import bases_of, common_prefix, output_ids, summarise
 from specdec.cli.main import main
 from specdec.cli.measure import Measured
 from specdec.cli.peer_servers import PeerServer
 from specdec.cli.peers import PeerKind, PeerProcess, environment_of, parse_peer, setup_of
 from specdec.errors import SpecdecError, UsageError
+from specdec.requests import PromptEncoder
 from specdec.stats import SpecStats
 
 FAKE = f"""
@@ -116,7 +118,12 @@ def test_unequal_numbers_of_tokens_are_refused(fake: None, tmp_path: Path) -> No
 
 
 def test_transformers_writes_our_tokens_and_both_stand_in_one_table(
-    fake: None, tiny_llama: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: None,
+    tiny_llama: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    valid_record: Callable[[dict[str, Any]], None],
 ) -> None:
     """Equal text, past any end token and padded, shows that every engine was asked for the same thing."""
     out = tmp_path / "compare.json"
@@ -124,6 +131,7 @@ def test_transformers_writes_our_tokens_and_both_stand_in_one_table(
     words += ["--draft", "ngram", "--peer", "transformers", "--peer", "fake", "--peer", "fake,method=x"]
     assert main([*words, "--batch-size", "2"]) == 0
     summary = last_json(capsys.readouterr().out)
+    valid_record(json.loads(out.read_text()))
     assert summary["batch_size"] == 2
     engines = {one["engine"]: one for one in summary["engines"]}
     names = ["specdec plain", "specdec ngram chain:3", "transformers", "fake", "fake method=x"]
@@ -270,6 +278,26 @@ def test_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lookup = parse_peer("transformers-lookup")
     assert (lookup.family, lookup.is_plain, lookup.options["lookup"]) == ("transformers", False, "5")
     assert lookup.python == sys.executable
+
+
+def test_a_peer_s_speed_up_is_over_what_differs_in_speculation_alone(tmp_path: Path) -> None:
+    """B68: other weights, or another installation of the same engine, are no baseline."""
+    python, other = sys.executable, tmp_path / "python"
+    other.symlink_to(python)
+    texts = [f"llama.cpp:{python},gguf=a", f"llama.cpp:{python},gguf=b,lookup=4", f"vllm:{python}"]
+    texts += [f"llama.cpp:{python},gguf=a,lookup=5", f"vllm:{python},method=ngram,k=3", "transformers"]
+    names = {text: parse_peer(text).name for text in texts}
+    bases = bases_of([parse_peer(text) for text in texts])
+    assert bases[names[texts[3]]] == names[texts[0]]
+    assert names[texts[1]] not in bases
+    assert bases[names[texts[4]]] == "vllm"
+    assert parse_peer(f"vllm:{other}").without_speculation != parse_peer(f"vllm:{python}").without_speculation
+
+
+def test_a_server_s_text_is_read_without_a_beginning_of_its_own(tiny_llama: Path) -> None:
+    encoder = PromptEncoder(tiny_llama)
+    assert encoder.encode("in the")[1:] == output_ids(encoder, "in the")
+    assert len(encoder.encode("")) == 1
 
 
 @pytest.mark.parametrize(
