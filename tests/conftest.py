@@ -237,3 +237,22 @@ def smollm2(request: pytest.FixtureRequest) -> Path:
         return resolve_target("smollm2-135m")
     except SpecdecError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def valid_record() -> Callable[[dict[str, Any]], None]:
+    """Call with a record: a jsonschema.ValidationError unless it follows the schema that it names."""
+    from jsonschema import Draft202012Validator
+    from referencing import Registry, Resource
+
+    folder = Path(__file__).resolve().parents[1] / "cli" / "schemas"
+    schemas = [json.loads(path.read_text()) for path in sorted(folder.glob("*.schema.json"))]
+    registry: Any = Registry().with_resources(
+        [(schema["$id"], Resource.from_contents(schema)) for schema in schemas]
+    )
+    validators = {schema["$id"]: Draft202012Validator(schema, registry=registry) for schema in schemas}
+
+    def check(record: dict[str, Any]) -> None:
+        validators[record["schema"]].validate(record)
+
+    return check

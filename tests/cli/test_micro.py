@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +137,11 @@ def test_weight_bytes_are_those_of_the_matrices(engine: Engine) -> None:
 
 
 def test_the_command_measures_all_of_it(
-    specdec_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    specdec_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    valid_record: Callable[[dict[str, Any]], None],
 ) -> None:
     from specdec.cli import micro, micro_steps
 
@@ -165,6 +171,7 @@ def test_the_command_measures_all_of_it(
         assert one["weight_streaming_share"] > 0
     assert [one["rows"] for one in summary["verify_cost"]] == [1, 4]
     assert json.loads(trace.read_text())["traceEvents"]
+    valid_record(json.loads(out.read_text()))
     assert set(json.loads(out.read_text())["definitions"]) >= {"gb_per_s", "host_share", "relative"}
 
 

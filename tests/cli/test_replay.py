@@ -1,6 +1,7 @@
 """Replayed conversations: what is counted as repeated, and what a turn costs with the cache."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,12 @@ def test_turns_that_a_prompt_lacks_are_lent_by_those_behind_it() -> None:
 
 @pytest.mark.parametrize("block_size", ["4", "64"])
 def test_later_turns_compute_no_more_than_a_token_again(
-    tiny_llama: Path, data: Path, tmp_path: Path, block_size: str, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    data: Path,
+    tmp_path: Path,
+    block_size: str,
+    capsys: pytest.CaptureFixture[str],
+    valid_record: Callable[[dict[str, Any]], None],
 ) -> None:
     """Whatever the block size: a block of 64 is larger than what a turn adds."""
     out = tmp_path / "replay.json"
@@ -50,6 +56,7 @@ def test_later_turns_compute_no_more_than_a_token_again(
     assert (summary["conversations"], summary["turns"], summary["identical"]) == (3, 9, 9)
     assert summary["acceptance_difference"] == 0
     record = json.loads(out.read_text())
+    valid_record(record)
     assert record["run"]["defaults"]["block_size"] == int(block_size)
     later = [turn for turn in record["per_turn"] if turn["turn"] > 1]
     assert summary["repeated_tokens"] == sum(turn["repeated_tokens"] for turn in later) > 0

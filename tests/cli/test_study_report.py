@@ -133,7 +133,11 @@ def answers(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def test_the_command_writes_table_picture_and_json(
-    tiny_llama: Path, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    answers: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    valid_record: Callable[[dict[str, Any]], None],
 ) -> None:
     out, picture = tmp_path / "study", tmp_path / "study.png"
     words = [
@@ -148,7 +152,11 @@ def test_the_command_writes_table_picture_and_json(
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["heads"] == summary["planned"] == len(summary["findings"])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads((out / "study.json").read_text())["run"]["defaults"]["train_tokens"] == 40
+    record = json.loads((out / "study.json").read_text())
+    assert record["run"]["defaults"]["train_tokens"] == 40
+    valid_record(record)
+    for line in (out / "arms.jsonl").read_text().splitlines():
+        valid_record(json.loads(line))
 
 
 @pytest.mark.parametrize(
