@@ -44,6 +44,7 @@ from specdec.cli.demo import demo
 from specdec.cli.export import export
 from specdec.cli.generate import generate
 from specdec.cli.import_draft import import_draft
+from specdec.cli.load_sweep import load_sweep
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
 from specdec.cli.report import report
@@ -85,6 +86,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "replay": replay,
     "audit": audit,
     "sweep": sweep,
+    "load-sweep": load_sweep,
     "report": report,
     "watch": watch,
     "rules": rules,

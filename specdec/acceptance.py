@@ -165,4 +165,4 @@ def commit_tokens(
         seq.detokenizer.flush()
     if not was_prefill:
         seq.stats.record_step(tree.drafted_per_depth, tree.num_drafted, len(result.accepted_nodes), committed)
-        seq.controller.record(tree.num_drafted, committed)
+        seq.controller.record(tree.drafted_per_depth, len(result.accepted_nodes))

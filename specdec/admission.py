@@ -23,7 +23,7 @@ from specdec.rule_choice import choose_rule, depends_on_drafts
 from specdec.sampling_params import SamplingParams
 from specdec.sequence import Sequence, check_prompt
 from specdec.simulated import SimulatedAcceptance
-from specdec.speculation import FIXED_COSTS, CostTable, SpeculationController
+from specdec.speculation import Acceptance, SpeculationController
 from specdec.verification.rules import Rule
 
 # tokens of the prompt that the detokenizer sees, so that an answer's first token is decoded in context
@@ -47,7 +47,7 @@ class Admission:
     pool_rows: int
     rules: Mapping[str, Rule]
     grammars: GrammarCompiler
-    costs: CostTable = FIXED_COSTS
+    shared_acceptance: Acceptance | None = None
     plans_ahead: bool = False
 
     def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
@@ -85,10 +85,10 @@ class Admission:
             controller=SpeculationController(
                 adaptive=bool(spec and spec.adaptive),
                 draft_cost=cost,
-                costs=FIXED_COSTS if needs_whole_trees else self.costs,
-                makes_chains=bool(self.drafter and spec and self.drafter.makes_chains(spec)),
                 alone=needs_whole_trees,
+                whole=needs_whole_trees,
                 lags=self.plans_ahead,
+                shared=None if needs_whole_trees else self.shared_acceptance,
             ),
             simulated=self._simulated(params, spec),
             processor=self._processor(params, len(token_ids), frozenset(stop_ids)),

@@ -12,22 +12,24 @@ import json
 import logging
 import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from specdec.attention import SequenceAttention, causal_mask
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, ModelConfig
+from specdec.live_costs import LiveCosts
 from specdec.models.decoder import Decoder, ForwardBatch
 from specdec.paged_kv import PagedKVCache
 from specdec.provenance import cache_home, folder_fingerprint
-from specdec.speculation import FIXED_COSTS, CostTable
-from specdec.step_logits import FREE_ROWS
+from specdec.speculation import CONTEXT, FIXED_COSTS, CostTable
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
-CONTEXT = 128
+# how much longer a context the cost of context is taken from, and with how many rows
+FURTHER, FURTHER_ROWS = 512, 8
 REPEATS = 3
 # processor time; a target that takes longer keeps the table that comes with the program
 BUDGET_SECONDS = 3.0
@@ -44,8 +46,8 @@ def cost_key(decoder: Decoder, fingerprint: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def engine_costs(config: EngineConfig, decoder: Decoder, folder: Path, *, drafts: bool) -> CostTable:
-    """The cost table an engine's adaptive policy goes by.
+def engine_costs(config: EngineConfig, decoder: Decoder, folder: Path, *, drafts: bool) -> LiveCosts:
+    """The costs an engine's adaptive policy goes by; measured ones are kept right by the steps' times.
 
     Args:
         config: says whether it is to be measured; only the processor's own path is.
@@ -55,8 +57,8 @@ def engine_costs(config: EngineConfig, decoder: Decoder, folder: Path, *, drafts
     """
     on_processor = (config.device, config.kernels) == ("cpu", "auto")
     if not drafts or not on_processor or config.pass_costs == "fixed":
-        return FIXED_COSTS
-    return target_costs(decoder, folder)
+        return LiveCosts(FIXED_COSTS, learns=False)
+    return LiveCosts(target_costs(decoder, folder))
 
 
 def target_costs(decoder: Decoder, folder: Path) -> CostTable:
@@ -79,7 +81,7 @@ def measure_costs(decoder: Decoder, budget: float = BUDGET_SECONDS) -> CostTable
     config = decoder.config
     cache = PagedKVCache(
         num_layers=config.num_layers,
-        num_blocks=(CONTEXT + ROWS[-1]) // 16,
+        num_blocks=(CONTEXT + FURTHER + ROWS[-1]) // 16,
         block_size=16,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -91,30 +93,39 @@ def measure_costs(decoder: Decoder, budget: float = BUDGET_SECONDS) -> CostTable
         _seconds(decoder, cache, rows)
         if time.thread_time() - started > budget:
             return None
-    best = dict.fromkeys(ROWS, float("inf"))
+    best, further = dict.fromkeys(ROWS, float("inf")), float("inf")
     for repeat in range(REPEATS):
         for rows in ROWS:
             best[rows] = min(best[rows], _seconds(decoder, cache, rows))
             if repeat == 0 and time.thread_time() - started > budget:
                 return None
+        further = min(further, _seconds(decoder, cache, FURTHER_ROWS, CONTEXT + FURTHER))
         if time.thread_time() - started > budget:
             break
     points: list[tuple[int, float]] = []
     for rows in ROWS:
         # more rows never cost less: what says so is noise
         points.append((rows, max(best[rows] / best[1], points[-1][1] if points else 1.0)))
-    return CostTable(tuple(points))
+    per_context = max(0.0, further - best[FURTHER_ROWS]) / best[1] / (FURTHER * FURTHER_ROWS)
+    return CostTable(tuple(points), per_context, head_share(config))
 
 
-def _seconds(decoder: Decoder, cache: PagedKVCache, rows: int) -> float:
-    """Processor seconds of a pass over a chain of `rows` behind a context, and of the logits it asks for."""
-    positions = list(range(CONTEXT, CONTEXT + rows))
+def head_share(config: ModelConfig) -> float:
+    """The output head's part of a row's multiplications."""
+    hidden, heads = config.hidden_size, config.head_dim * (config.num_heads + config.num_kv_heads)
+    head = hidden * config.vocab_size
+    return head / (head + config.num_layers * hidden * (2 * heads + 3 * config.intermediate_size))
+
+
+def _seconds(decoder: Decoder, cache: PagedKVCache, rows: int, context: int = CONTEXT) -> float:
+    """Processor seconds of a pass over a chain of `rows` behind a context, with logits of every row."""
+    positions = list(range(context, context + rows))
     entry = SequenceAttention(
         query_start=0,
         num_queries=rows,
-        context_len=CONTEXT,
+        context_len=context,
         num_new=rows,
-        slots=slice(0, CONTEXT + rows),
+        slots=slice(0, context + rows),
         mask=causal_mask(rows),
         query_positions=positions,
         new_positions=positions,
@@ -123,14 +134,14 @@ def _seconds(decoder: Decoder, cache: PagedKVCache, rows: int) -> float:
     batch = ForwardBatch(
         token_ids=torch.zeros(padded, dtype=torch.int64),
         positions=torch.tensor(positions + [0] * (padded - rows)),
-        longest=CONTEXT + rows,
+        longest=context + rows,
         slots=torch.tensor(positions),
         attention=[entry],
-        first_slot=CONTEXT,
+        first_slot=context,
     )
     started = time.thread_time()
     hidden, _ = decoder.forward(batch, cache, ())
-    decoder.logits(hidden[: max(decoder.row_multiple, min(rows, FREE_ROWS))])
+    decoder.logits(hidden)
     return time.thread_time() - started
 
 
@@ -139,18 +150,19 @@ def _read(path: Path) -> CostTable | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         points = tuple((int(rows), float(cost)) for rows, cost in kept["points"])
+        per_context, share = float(kept["per_context"]), float(kept["head_share"])
         if not 0 <= time.time() - float(kept["time"]) < MAX_AGE_SECONDS or points[0] != (1, 1.0):
             return None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None  # a memo, not a record: without it the costs are measured again
-    return CostTable(points)
+    return CostTable(points, per_context, share)
 
 
 def _write(path: Path, table: CostTable) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({"time": time.time(), "points": table.points}), encoding="utf-8")
+        part.write_text(json.dumps({"time": time.time(), **asdict(table)}), encoding="utf-8")
         part.replace(path)
     except OSError:
         return  # nowhere to keep it: the next start measures again

@@ -33,10 +33,11 @@ from specdec.hub import resolve_target
 from specdec.kernels.kv_quant import KV_CODE_DTYPES
 from specdec.memory import MemoryReport, memory_report
 from specdec.models.decoder import Decoder
+from specdec.node_budget import NodeBudget
 from specdec.paged_kv import PagedKVCache
 from specdec.pieces import PieceReader
 from specdec.prefix_setup import build_prefix_cache, finish_rows, prefix_use
-from specdec.proposals import propose_trees
+from specdec.proposals import propose_trees, tell_budget
 from specdec.provenance import folder_fingerprint
 from specdec.request_options import RequestOptions
 from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
@@ -45,7 +46,7 @@ from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
 from specdec.step_logits import StepLogits, TreeLogits
-from specdec.step_times import StartTimes, StepTimes
+from specdec.step_times import StartTimes, StepTimes, StepWatch
 from specdec.tree import DraftTree
 from specdec.verification.registry import RULES
 from specdec.verification.result import VerifyResult
@@ -132,7 +133,8 @@ class Engine:
         self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
-        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes)
+        self.budget = NodeBudget(engine_costs(self.config, self.decoder, folder, drafts=bool(self.drafter)))
+        self.scheduler = Scheduler(self.config, self.blocks, scratch_rows, self.prefixes, self.budget)
         self.pipeline = Pipeline(self.scheduler, overlap=self.config.overlap)
         self.admission: Admission = Admission(
             config=self.config,
@@ -141,7 +143,7 @@ class Engine:
             drafter=self.drafter,
             max_model_len=self.max_model_len,
             pool_rows=num_blocks * self.config.block_size,
-            costs=engine_costs(self.config, self.decoder, folder, drafts=self.drafter is not None),
+            shared_acceptance=self.budget.shared,
             rules={**RULES, **{rule.name: rule for rule in rules}},
             grammars=share.admission.grammars if share else grammars_of(self.encoder, self.model_config),
             plans_ahead=self.device_step is not None,
@@ -244,25 +246,26 @@ class Engine:
 
     def _run(self, plan: list[ScheduledSequence], flight: Flight | None) -> None:
         """Propose, run, verify and commit for the scheduled sequences; `flight` if they run already."""
-        started = time.perf_counter()
-        step = self.device_step
+        watch, step = StepWatch(), self.device_step
         if flight is None and step is not None and step.runner is self.runner and step.takes(plan):
             drafts = None if step.grows(plan) else propose_trees(self.drafter, plan)
             flight = self.pipeline.launched(step.launch(plan, drafts))
         if flight is not None and step is not None:
-            proposed = time.perf_counter()
+            watch.end("propose")
             self.pipeline.follow(step)
             trees, output, results = flight.read(plan)
             self.pipeline.landed()
-            ran = verified = time.perf_counter()
+            watch.end("target")
+            watch.end("verify")
         else:
             trees = propose_trees(self.drafter, plan)
-            proposed = time.perf_counter()
+            watch.end("propose")
             output = self.runner.run(plan, trees)
-            ran = time.perf_counter()
+            watch.end("target")
             results = self._verify(plan, trees, output)
-            verified = time.perf_counter()
+            watch.end("verify")
             self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
+        tell_budget(self.budget, plan, trees, results, watch.cpu if flight is None else None)
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output, index)
             if self.prefixes is not None and not share.seq.is_finished:
@@ -272,12 +275,8 @@ class Engine:
             # a long prompt's states would pile up until its first draft
             reading = (share.seq for share in plan if share.seq.is_prefilling and not share.seq.is_finished)
             self._tap_drafter.absorb([seq for seq in reading if seq.spec])
-        self.times.propose += proposed - started
-        self.times.target += ran - proposed
-        ended = time.perf_counter()
-        self.times.verify += ended - ran
-        self.times.commit += ended - verified
-        self.times.steps += 1
+        watch.end("commit")
+        self.times.add(watch)
 
     def audit(self) -> None:
         """Check the KV bookkeeping: every block is free, cached, or held by as many texts as it says."""

@@ -1,11 +1,17 @@
-"""Asking a drafter for the trees of a step."""
+"""Asking a drafter for the trees of a step, and telling the budget of nodes what came of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
 from specdec.drafter import Drafter, DraftRequest
+from specdec.node_budget import NodeBudget
 from specdec.rule_choice import draft_mode
 from specdec.scheduler import ScheduledSequence
+from specdec.speculation import grown_depth
 from specdec.tree import DraftTree, chain_tree
+from specdec.verification.result import VerifyResult
 
 
 def propose_trees(drafter: Drafter | None, plan: list[ScheduledSequence]) -> list[DraftTree]:
@@ -19,7 +25,9 @@ def propose_trees(drafter: Drafter | None, plan: list[ScheduledSequence]) -> lis
         spec = share.seq.spec
         if spec is None or share.max_nodes == 0 or share.is_prefill:
             continue
-        depth = min(spec.max_depth, share.seq.remaining_tokens() - 1)
+        # a tree that was cut is not grown deeper than its nodes reach; whole ones keep their shape
+        depth = spec.max_depth if share.seq.needs_whole_trees else grown_depth(spec, share.max_nodes)
+        depth = min(depth, share.seq.remaining_tokens() - 1)
         requests.append(
             DraftRequest(
                 seq=share.seq,
@@ -34,3 +42,31 @@ def propose_trees(drafter: Drafter | None, plan: list[ScheduledSequence]) -> lis
         for index, tree in zip(where, drafter.propose(requests), strict=True):
             trees[index] = tree
     return trees
+
+
+def tell_budget(
+    budget: NodeBudget,
+    plan: list[ScheduledSequence],
+    trees: list[DraftTree],
+    results: SequenceOf[VerifyResult | None],
+    seconds: Mapping[str, float] | None,
+) -> None:
+    """Tell what a step drafted and accepted, before it is committed; steps that read prompts tell nothing.
+
+    Args:
+        budget: of the engine.
+        plan: who worked.
+        trees: their trees.
+        results: what was accepted of them.
+        seconds: by part, where they were timed.
+    """
+    if any(share.is_prefill for share in plan):
+        return
+    verified = [
+        (share.seq, tree.num_drafted, len(result.accepted_nodes) if result is not None else 0)
+        for share, tree, result in zip(plan, trees, results, strict=True)
+    ]
+    if seconds is None:
+        budget.ran(verified)
+    else:
+        budget.ran(verified, seconds["target"] + seconds["verify"], seconds["propose"])

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, SpecConfig
+from specdec.node_budget import NodeBudget
 from specdec.prefix_cache import PrefixCache
 from specdec.sequence import Sequence, SequenceStatus
 
@@ -68,8 +69,10 @@ class Scheduler:
         blocks: BlockManager,
         scratch_rows: Callable[[SpecConfig], int],
         prefixes: PrefixCache | None = None,
+        budget: NodeBudget | None = None,
     ) -> None:
         self.config = config
+        self.budget = budget
         self.blocks = blocks
         self.scratch_rows = scratch_rows
         self.prefixes = prefixes
@@ -109,7 +112,8 @@ class Scheduler:
                 budget -= plan[-1].num_rows
             else:
                 # it was preempted, and comes back with all it had computed
-                budget = self._plan_one_decoding(plan, admitted, budget, budget - 1, len(plan) + 1)
+                none = {} if self.budget is None or not admitted.controller.pooled else {admitted.seq_id: 0}
+                budget = self._plan_one_decoding(plan, admitted, budget, budget - 1, none)
         return [share for share in plan if share.seq.status is SequenceStatus.RUNNING]
 
     def expired(self, now: float) -> list[Sequence]:
@@ -150,16 +154,17 @@ class Scheduler:
         decoding.sort(key=lambda seq: (seq.seq_id not in self._left_out, urgency(seq)))
         self._left_out.clear()
         room = max(0, budget // len(decoding) - 1) if decoding else 0
+        shared = self.shared_nodes(decoding)
         for seq in decoding:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
-            budget = self._plan_one_decoding(plan, seq, budget, min(room, budget - 1), len(decoding))
+            budget = self._plan_one_decoding(plan, seq, budget, min(room, budget - 1), shared)
         return budget
 
     def _plan_one_decoding(
-        self, plan: list[ScheduledSequence], seq: Sequence, budget: int, room: int, batch: int
+        self, plan: list[ScheduledSequence], seq: Sequence, budget: int, room: int, shared: dict[int, int]
     ) -> int:
-        nodes = self.wanted_nodes(seq, room, batch)
+        nodes = self.wanted_nodes(seq, room, shared)
         if budget <= 0 or (plan and seq.needs_whole_trees and 1 + nodes > budget):
             self._left_out.add(seq.seq_id)
         elif share := self._decode_share(seq, nodes):
@@ -189,12 +194,18 @@ class Scheduler:
         self._num_admissions += 1
         return seq
 
-    def wanted_nodes(self, seq: Sequence, room: int, batch: int) -> int:
-        """Nodes that a sequence drafts in a step of `batch` decoding ones, with room for so many."""
+    def shared_nodes(self, decoding: list[Sequence]) -> dict[int, int]:
+        """Nodes of those sequences of a step that share one budget, by sequence."""
+        return self.budget.plan(decoding) if self.budget is not None else {}
+
+    def wanted_nodes(self, seq: Sequence, room: int, shared: dict[int, int]) -> int:
+        """Nodes that a sequence drafts in a step, with room for so many; its share, or by its own lights."""
         # a draft deeper than the tokens still wanted, or past the context, is work thrown away
         if seq.spec is None or seq.remaining_tokens() <= 1:
             return 0
-        wanted = seq.controller.max_nodes(seq.spec, batch)
+        wanted = shared.get(seq.seq_id)
+        if wanted is None:
+            wanted = seq.controller.max_nodes(seq.spec)
         return wanted if seq.needs_whole_trees else min(wanted, max(0, room))
 
     def rows(self, seq: Sequence, nodes: int) -> int:

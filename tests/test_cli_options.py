@@ -76,6 +76,10 @@ OPTIONS: dict[str, str] = {
         "target --out --draft --rule --shape --batch-size --tasks --task-limit --max-tokens --temperature "
         "--dtype --lossy --exact --seed"
     ),
+    "load-sweep": (
+        "target --out --draft --concurrency --data --shape --fixed --max-tokens --turns --max-minutes "
+        "--prefix-words"
+    ),
     "report": "runs --out --format --title --diff --allow-differences",
     "watch": (
         "run --baseline --setting --min-acceptance-length --max-drop --min-speedup --max-speedup-drop --exact "

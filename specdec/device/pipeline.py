@@ -147,7 +147,9 @@ class Pipeline:
         shares: list[ScheduledSequence] = []
         for share in going:
             share.seq.controller.settle()
-            nodes = scheduler.wanted_nodes(share.seq, budget, len(going))
+        shared = scheduler.shared_nodes([share.seq for share in going])
+        for share in going:
+            nodes = scheduler.wanted_nodes(share.seq, budget, shared)
             if nodes > room:
                 return "token budget"
             shares.append(ScheduledSequence(share.seq, 1, nodes))

@@ -30,8 +30,8 @@ from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.hf import BoundaryTap, load_hf_model
 from specdec.provenance import folder_fingerprint
-from specdec.sequence import SamplingParams
-from specdec.tree import DraftTree
+from specdec.sequence import SamplingParams, Sequence
+from specdec.tree import DraftTree, path_to
 
 PROMPTS = [
     [7, 3, 9, 20, 5],
@@ -245,20 +245,12 @@ def test_states_and_proposed_tokens_equal_an_independent_forward(
         # the end of the text and a full step leave room for fewer nodes than the setting
         expected = reference.tree(tokens, limits[0], top_k, limits[1])
         paths = {
-            tuple(tree.tokens_of(_path(tree, node)[1:])): tree.log_probs[node]  # type: ignore[index]
+            tuple(tree.tokens_of(path_to(tree.parents, node)[1:])): tree.log_probs[node]  # type: ignore[index]
             for node in range(1, tree.num_nodes)
         }
         assert paths.keys() == expected.keys()
         for path, score in expected.items():
             assert abs(paths[path] - score) < 1e-3
-
-
-def _path(tree: DraftTree, node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = tree.parents[node]
-    return path[::-1]
 
 
 @pytest.mark.parametrize("spelling", ["{}", "ngram+{}"])
@@ -282,10 +274,17 @@ def test_speculation_with_a_head_changes_no_token(
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
-def test_a_sequence_that_stops_and_comes_back_drafts_from_true_states(tiny_llama: Path, draft: Path) -> None:
+def test_a_sequence_that_stops_and_comes_back_drafts_from_true_states(
+    tiny_llama: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B74: rows missed while speculation was off are caught up before the next proposal."""
     spec = SpecConfig(max_depth=3, top_k=1, max_nodes=3, adaptive=True)
     engine, spy = spied(tiny_llama, draft, spec)
+
+    def now_and_then(decoding: list[Sequence]) -> dict[int, int]:
+        return {seq.seq_id: 3 if seq.num_output % 30 < 6 else 0 for seq in decoding}
+
+    monkeypatch.setattr(engine.budget, "plan", now_and_then)
     engine.generate(PROMPTS[:2], SamplingParams(max_tokens=90, ignore_eos=True))
     reference = Reference(tiny_llama, draft)
     steps = [len(tokens) for tokens, _, _ in spy.seen]

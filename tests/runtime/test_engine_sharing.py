@@ -37,6 +37,10 @@ def test_a_stream_survives_other_users_of_its_engine(tiny_llama: Path, expected:
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
+# a drafter is to be asked in every step
+ALWAYS = EngineConfig(kv_tokens=1024, spec=SpecConfig(adaptive=False))
+
+
 class FailingDrafter(NgramDrafter):
     """Raises once, in its fifth proposal."""
 
@@ -53,7 +57,7 @@ class FailingDrafter(NgramDrafter):
 
 def test_a_failed_step_ends_its_callers_and_nobody_else(tiny_llama: Path, expected: list[list[int]]) -> None:
     """B75: an exception inside a step returns every block, and later requests are served as ever."""
-    engine = Engine(tiny_llama, draft=lambda view: FailingDrafter(), config=EngineConfig(kv_tokens=1024))
+    engine = Engine(tiny_llama, draft=lambda view: FailingDrafter(), config=ALWAYS)
     with pytest.raises(RuntimeError, match="planted"):
         engine.generate(PROMPTS, GREEDY)
     engine.audit()
@@ -65,7 +69,7 @@ def test_a_failed_step_ends_its_callers_and_nobody_else(tiny_llama: Path, expect
 def test_another_callers_sequence_starts_over_after_a_failed_step(
     tiny_llama: Path, expected: list[list[int]]
 ) -> None:
-    engine = Engine(tiny_llama, draft=lambda view: FailingDrafter(), config=EngineConfig(kv_tokens=1024))
+    engine = Engine(tiny_llama, draft=lambda view: FailingDrafter(), config=ALWAYS)
     waiting = engine.add(PROMPTS[0], GREEDY)
     with pytest.raises(RuntimeError, match="planted"):
         engine.generate(PROMPTS[1:], GREEDY)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,19 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.cost_model import ROWS, cost_key, engine_costs, measure_costs, target_costs
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
+from specdec.live_costs import LiveCosts
 from specdec.provenance import cache_home
 from specdec.sequence import SamplingParams
-from specdec.speculation import FIXED_COSTS, PROBE_EVERY, CostTable, SpeculationController
+from specdec.speculation import (
+    EXPECTED_ACCEPTANCE,
+    FIXED_COSTS,
+    PROBE_EVERY,
+    RANK_RATIOS,
+    Acceptance,
+    CostTable,
+    SpeculationController,
+    grown_depth,
+)
 
 CHAIN = SpecConfig(max_depth=4, top_k=1, max_nodes=4)
 TREE = SpecConfig(max_depth=4, top_k=4, max_nodes=12)
@@ -26,10 +38,8 @@ LINEAR = CostTable(((1, 1.0), (2, 2.0), (64, 64.0)))
 STEEP = CostTable(((1, 1.0), (8, 1.4), (16, 2.3), (32, 4.2), (64, 8.0)))
 
 
-def chain_policy(costs: CostTable, draft_cost: float = 0.2) -> SpeculationController:
-    return SpeculationController(
-        adaptive=True, draft_cost=draft_cost, costs=costs, makes_chains=True, alone=False
-    )
+def alone_policy(costs: CostTable, draft_cost: float = 0.2, **settings: Any) -> SpeculationController:
+    return SpeculationController(adaptive=True, draft_cost=draft_cost, costs=costs, **settings)
 
 
 def test_costs_between_the_points_lie_on_a_line_and_beyond_them_go_on() -> None:
@@ -38,85 +48,112 @@ def test_costs_between_the_points_lie_on_a_line_and_beyond_them_go_on() -> None:
     assert table.of(6) == pytest.approx(1.7)
     assert table.of(2.5) == pytest.approx(1.15)
     assert table.of(12) == pytest.approx(2.9)
+    assert table.of(2000) == pytest.approx(2.1 + 0.2 * 1992)
+
+
+def test_rows_that_no_walk_visits_do_without_the_head() -> None:
+    table = CostTable(((1, 1.0), (8, 2.0)), head_share=0.25)
+    assert table.worth(8, 8) == 8
+    assert table.worth(8, 2) == 8 - 0.25 * 6
+
+
+def test_acceptance_is_learned_from_what_was_expected() -> None:
+    shared = Acceptance()
+    own = Acceptance(shared)
+    assert own.first == own.later == EXPECTED_ACCEPTANCE
+    for _ in range(60):
+        shared.learn([1, 1], 0)
+    assert own.first == shared.first < 0.2, "nothing of its own was seen yet"
+    assert own.later == EXPECTED_ACCEPTANCE, "a second token was never reached"
+    for _ in range(60):
+        own.learn([1, 1], 2)
+    assert own.first > 0.8 > own.later - 0.2
+    assert shared.first < 0.2
+
+
+def test_wide_trees_do_not_make_first_children_look_better() -> None:
+    """One of four children holds oftener than the first of them; the estimate is of the first."""
+    wide, narrow = Acceptance(), Acceptance()
+    for step in range(400):
+        # the first child holds half of the time, one of four oftener by the known ratio
+        narrow.learn([1], step % 2)
+        wide.learn([4], int((step * 0.5 * sum(RANK_RATIOS)) % 1 < 0.5 * sum(RANK_RATIOS)))
+    assert wide.first == pytest.approx(narrow.first, abs=0.08)
+
+
+def test_nodes_come_best_first_and_parents_before_children() -> None:
+    gains = Acceptance.like(0.5).gains(TREE)
+    assert len(gains) == TREE.max_nodes
+    assert [chance for chance, _ in gains] == sorted((chance for chance, _ in gains), reverse=True)
+    assert gains[0] == (pytest.approx(0.5), 1)
+    assert Acceptance.like(0.5).gains(CHAIN) == tuple((pytest.approx(0.5**d), d) for d in range(1, 5))
+
+
+def test_cut_trees_are_grown_less_deep() -> None:
+    depths = [grown_depth(TREE, nodes) for nodes in range(TREE.max_nodes + 1)]
+    assert depths[0] == 0
+    assert depths[1] == 1
+    assert depths[-1] == TREE.max_depth
+    assert depths == sorted(depths)
+    assert [grown_depth(CHAIN, nodes) for nodes in range(5)] == [0, 1, 2, 3, 4]
 
 
 def test_free_rows_make_long_chains_and_dear_rows_none() -> None:
-    assert chain_policy(FREE, 0.1).max_nodes(CHAIN) == 4
-    assert chain_policy(LINEAR).max_nodes(CHAIN) == 0
-
-
-def test_a_batch_shortens_chains_and_then_stops_them() -> None:
-    policy = chain_policy(STEEP, 0.1)
-    nodes = [policy.max_nodes(CHAIN, batch) for batch in (1, 2, 3, 4, 8)]
-    assert nodes[0] >= 3
-    assert nodes == sorted(nodes, reverse=True)
-    assert len(set(nodes)) > 2, "chains get shorter before they stop"
-    assert nodes[-1] == 0
-
-
-def test_a_batch_of_well_drafted_texts_still_speculates() -> None:
-    policy = chain_policy(STEEP, 0.1)
-    for _ in range(60):
-        policy.record(4, 5)
-    assert policy.max_nodes(CHAIN, 8) > 0
+    assert alone_policy(FREE, 0.1).max_nodes(CHAIN) == 4
+    assert alone_policy(LINEAR).max_nodes(CHAIN) == 0
 
 
 def test_refused_drafts_stop_a_sequence_and_accepted_ones_bring_it_back() -> None:
-    policy = chain_policy(FREE, 0.3)
-    for _ in range(40):
-        policy.record(4, 1)
+    policy = alone_policy(FREE, 0.4)
+    for _ in range(60):
+        policy.record([1, 1, 1, 1], 0)
     assert policy.max_nodes(CHAIN) == 0
     for _ in range(PROBE_EVERY - 1):
-        policy.record(0, 1)
+        policy.record([], 0)
     assert policy.max_nodes(CHAIN) == 1, "a probe drafts as little as it can"
     for _ in range(12):
-        policy.record(1, 2)
+        policy.record([1], 1)
     assert policy.max_nodes(CHAIN) > 0
 
 
 def test_probes_that_do_not_pay_become_rarer_and_one_that_does_resets_them() -> None:
-    policy = chain_policy(STEEP, 0.3)
+    policy = alone_policy(STEEP, 0.3)
     for _ in range(40):
-        policy.record(4, 1)
+        policy.record([1, 1, 1, 1], 0)
     waits = []
     for _ in range(5):
         steps = 1
         while policy.max_nodes(CHAIN) == 0:
-            policy.record(0, 1)
+            policy.record([], 0)
             steps += 1
         waits.append(steps)
-        policy.record(1, 1)
+        policy.record([1], 0)
     assert waits == [PROBE_EVERY * factor for factor in (1, 2, 4, 8, 8)]
     for _ in range(waits[-1] - 1):
-        policy.record(0, 1)
-    policy.record(1, 2)
+        policy.record([], 0)
+    policy.record([1], 1)
     assert policy.wait == PROBE_EVERY
 
 
-def test_no_probe_is_made_where_full_acceptance_would_not_pay() -> None:
-    policy = chain_policy(LINEAR)
-    for _ in range(5 * PROBE_EVERY):
-        policy.record(0, 1)
-    assert policy.max_nodes(CHAIN, 8) == 0
-
-
-def test_trees_are_drafted_whole_or_not_at_all() -> None:
-    policy = SpeculationController(adaptive=True, draft_cost=0.3, costs=STEEP)
+def test_trees_whose_shape_is_the_text_are_drafted_whole_or_not_at_all() -> None:
+    policy = alone_policy(STEEP, 0.3, whole=True)
     assert policy.max_nodes(TREE) == 12
-    for _ in range(30):
-        policy.record(12, 1)
+    for _ in range(60):
+        policy.record([4, 4, 4], 0)
     assert policy.max_nodes(TREE) == 0
 
 
-def test_a_policy_that_is_alone_does_not_see_the_batch() -> None:
+def test_a_policy_that_is_alone_learns_from_nobody_else() -> None:
     """Rules whose text depends on drafts: who else is served must not matter."""
-    policy = SpeculationController(adaptive=True, draft_cost=0.1, costs=STEEP, makes_chains=True)
-    assert policy.max_nodes(CHAIN, 64) == policy.max_nodes(CHAIN, 1) > 0
+    policy = alone_policy(FREE)
+    assert not policy.pooled
+    assert policy.shared is None
 
 
 def test_a_policy_that_is_not_adaptive_always_drafts_all() -> None:
     policy = SpeculationController(adaptive=False, draft_cost=9.0, costs=LINEAR)
-    assert policy.max_nodes(TREE, 64) == 12
+    assert policy.max_nodes(TREE) == 12
+    assert not policy.pooled
 
 
 def test_costs_are_measured_once_and_kept(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +163,8 @@ def test_costs_are_measured_once_and_kept(tiny_llama: Path, monkeypatch: pytest.
     assert [rows for rows, _ in table.points] == list(ROWS)
     assert costs[0] == 1.0
     assert costs == sorted(costs)
+    assert table.per_context >= 0
+    assert 0 < table.head_share < 1
     monkeypatch.setattr(cost_model, "measure_costs", lambda decoder: pytest.fail("measured twice"))
     assert target_costs(decoder, tiny_llama) == table
 
@@ -136,10 +175,12 @@ def test_old_and_damaged_tables_are_measured_anew(tiny_llama: Path, monkeypatch:
     monkeypatch.setattr(cost_model, "cost_key", lambda decoder, fingerprint: "one")
     path = cache_home() / "costs" / "one.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    for text in ("{", "{}", json.dumps({"time": 0, "points": STEEP.points}), '{"time": 1e12, "points": []}'):
+    kept = dataclasses.asdict(STEEP)
+    old = [{"time": 0, **kept}, {"time": 1e12, **kept}, {"time": time.time(), "points": STEEP.points}]
+    for text in ("{", "{}", *map(json.dumps, old)):
         path.write_text(text)
         assert target_costs(decoder, tiny_llama) == LINEAR
-    path.write_text(json.dumps({"time": time.time(), "points": STEEP.points}))
+    path.write_text(json.dumps({"time": time.time(), **kept}))
     assert target_costs(decoder, tiny_llama) == STEEP
 
 
@@ -170,9 +211,11 @@ def test_the_key_tells_threads_and_storage_apart(tiny_llama: Path) -> None:
 
 def test_costs_are_asked_for_only_where_something_drafts(tiny_llama: Path) -> None:
     engine = Engine(tiny_llama, config=EngineConfig(kv_tokens=64))
-    assert engine.admission.costs == FIXED_COSTS
+    assert engine.budget.costs.table == FIXED_COSTS
     fixed = EngineConfig(pass_costs="fixed")
-    assert engine_costs(fixed, engine.decoder, tiny_llama, drafts=True) == FIXED_COSTS
+    costs = engine_costs(fixed, engine.decoder, tiny_llama, drafts=True)
+    costs.saw_pass(8, 1.0)
+    assert (costs.table, costs.steps) == (FIXED_COSTS, 0), "fixed costs are not corrected"
     with pytest.raises(SpecdecError, match=r"pass_costs \('guessed'\)"):
         EngineConfig(pass_costs="guessed")
 
@@ -182,7 +225,8 @@ def test_the_batch_changes_how_much_is_drafted_and_no_token(
 ) -> None:
     prompts = [[3, 4, 5, 3, 4, 5, 3, 4, index] for index in range(8)]
     greedy = SamplingParams(max_tokens=24, ignore_eos=True)
-    monkeypatch.setattr("specdec.engine.engine_costs", lambda *args, **options: STEEP)
+    fixed = LiveCosts(STEEP, learns=False)
+    monkeypatch.setattr("specdec.engine.engine_costs", lambda *args, **options: fixed)
     config = EngineConfig(kv_tokens=2048, spec=SpecConfig(max_depth=4, top_k=1, max_nodes=4))
     engine = Engine(tiny_llama, draft="ngram", config=config)
     alone = [engine.generate([prompt], greedy)[0] for prompt in prompts]
