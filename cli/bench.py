@@ -16,7 +16,7 @@ MICRO_ROUNDS = 5
 def bench(
     context: typer.Context,
     target: Annotated[
-        str | None, typer.Argument(help="Folder, or a name that pull knows; none with --url.")
+        str | None, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE; none with --url.")
     ] = None,
     draft: Annotated[
         list[str] | None,
@@ -86,6 +86,17 @@ def bench(
         bool,
         typer.Option("--deterministic", help="Numbers of a row that do not depend on the batch."),
     ] = False,
+    kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or int8 (another model).")
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto; int8 or fp8 through kernels: half the memory, other numbers.")
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a card's memory to use, KV pool included.")
+    ] = 0.9,
+    cuda_graphs: Annotated[bool, typer.Option(help="Capture a card's decoding steps as graphs.")] = True,
     transformers: Annotated[
         bool, typer.Option(help="Also decode with transformers generate (greedy, one by one).")
     ] = False,
@@ -224,6 +235,7 @@ def bench(
     from specdec.cli.bench_run import BenchPlan, run_bench
     from specdec.cli.console import emit_json
     from specdec.cli.sampling_options import parse_knobs
+    from specdec.cli.usage import check_exact
 
     if trace is not None and not micro:
         raise UsageError("--trace needs --micro")
@@ -248,6 +260,7 @@ def bench(
         return
     if lossy and exact:
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
+    check_exact(exact, {"--weights": weights, "--kv-cache-dtype": kv_cache_dtype})
     if lossy and not rule:
         raise UsageError("--lossy needs --rule, the lossy rule to verify by")
     if simulate_acceptance is not None:
@@ -298,6 +311,13 @@ def bench(
             device=device,
             dtype=dtype,
             deterministic=deterministic,
+            engine_options={
+                "kernels": kernels,
+                "weights": weights,
+                "kv_cache_dtype": kv_cache_dtype,
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "cuda_graphs": cuda_graphs,
+            },
             transformers=transformers,
             out=out,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class BenchPlan:
     dtype: str = "float32"
     deterministic: bool = False
     pass_costs: str = "measured"
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def engine_config(self) -> EngineConfig:
         """What every setting's engine has in common.
@@ -88,13 +89,14 @@ class BenchPlan:
         Raises:
             UsageError: a device or dtype that this machine or version lacks.
         """
-        with usage_errors(flags_of({"device": 0, "dtype": 0, "deterministic": 0, "pass_costs": 0}, {})):
+        with usage_errors(flags_of(EngineConfig.__dataclass_fields__, {})):
             return EngineConfig(
                 allow_lossy=self.lossy,
                 device=self.device,
                 dtype=self.dtype,
                 deterministic=self.deterministic,
                 pass_costs=self.pass_costs,
+                **self.engine_options,
             )
 
     def params(self, temperature: float) -> SamplingParams:

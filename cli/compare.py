@@ -9,7 +9,7 @@ from specdec.errors import UsageError
 
 
 def compare(
-    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    target: Annotated[str, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE.")],
     peer: Annotated[
         list[str] | None,
         typer.Option(

@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli.usage import flags_of, usage_errors
+from specdec.cli.usage import check_exact, flags_of, usage_errors
 from specdec.errors import UsageError
 
 FLAGS = {"bad_words": "--bad-word", "rule_knobs": "--knob"}
 
 
 def generate(
-    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    target: Annotated[str, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE.")],
     draft: Annotated[
         str | None, typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT.")
     ] = None,
@@ -68,6 +68,12 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or int8 (another model).")
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto; int8 or fp8 through kernels: half the memory, other numbers.")
+    ] = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same text in every dtype, whatever the batch.")
     ] = False,
@@ -101,6 +107,7 @@ def generate(
         raise UsageError(f"--limit ({limit}) needs --prompts")
     if lossy and exact:
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
+    check_exact(exact, {"--weights": weights, "--kv-cache-dtype": kv_cache_dtype})
     if lossy and rule is None:
         raise UsageError("--lossy needs --rule, the lossy rule to verify by")
     if simulate_acceptance is not None:
@@ -155,6 +162,8 @@ def generate(
         device=device,
         dtype=dtype,
         kernels=kernels,
+        weights=weights,
+        kv_cache_dtype=kv_cache_dtype,
         deterministic=deterministic,
         gpu_memory_utilization=gpu_memory_utilization,
         cuda_graphs=cuda_graphs,

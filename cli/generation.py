@@ -37,6 +37,8 @@ class GenerationPlan:
     device: str = "cpu"
     dtype: str = "float32"
     kernels: str = "auto"
+    weights: str = "auto"
+    kv_cache_dtype: str = "auto"
     deterministic: bool = False
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True
@@ -45,7 +47,7 @@ class GenerationPlan:
     simulate_acceptance: float | None = None
 
     def engine(self, max_num_seqs: int) -> Engine:
-        names = ("device", "dtype", "kernels", "gpu_memory_utilization")
+        names = ("device", "dtype", "kernels", "weights", "kv_cache_dtype", "gpu_memory_utilization")
         with usage_errors(flags_of(dict.fromkeys(names), {})):
             config = EngineConfig(
                 max_num_seqs=max_num_seqs,
@@ -55,6 +57,8 @@ class GenerationPlan:
                 device=self.device,
                 dtype=self.dtype,
                 kernels=self.kernels,
+                weights=self.weights,
+                kv_cache_dtype=self.kv_cache_dtype,
                 deterministic=self.deterministic,
                 prefix_cache=self.prefix_cache,
                 gpu_memory_utilization=self.gpu_memory_utilization,

@@ -7,7 +7,7 @@ import typer
 
 
 def replay(
-    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    target: Annotated[str, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE.")],
     draft: Annotated[
         str, typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT.")
     ] = "ngram",

@@ -15,7 +15,7 @@ KEY_VARIABLE = "SPECDEC_API_KEY"
 
 
 def serve(
-    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    target: Annotated[str, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE.")],
     draft: Annotated[
         str | None, typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT.")
     ] = None,
@@ -61,6 +61,12 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or int8 (another model).")
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto; int8 or fp8 through kernels: half the memory, other numbers.")
+    ] = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same text in every dtype, whatever the batch.")
     ] = False,
@@ -112,7 +118,7 @@ def serve(
     from specdec.cli.sampling_options import parse_knobs
     from specdec.cli.shapes import parse_shape
     from specdec.cli.speculative_config import parse_speculative_config
-    from specdec.cli.usage import flags_of, named_flags, usage_errors
+    from specdec.cli.usage import check_exact, flags_of, named_flags, usage_errors
     from specdec.config import EngineConfig, ModelConfig
     from specdec.disk_space import check_disk_cache
     from specdec.hub import resolve_target
@@ -123,6 +129,7 @@ def serve(
 
     if lossy and exact:
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")
+    check_exact(exact, {"--weights": weights, "--kv-cache-dtype": kv_cache_dtype})
     if knob and rule is None:
         raise UsageError(f"--knob ({knob[0]}) needs --rule, the rule it belongs to")
     if shape is not None and draft is None:
@@ -169,6 +176,8 @@ def serve(
             device=device,
             dtype=dtype,
             kernels=kernels,
+            weights=weights,
+            kv_cache_dtype=kv_cache_dtype,
             deterministic=deterministic,
             gpu_memory_utilization=gpu_memory_utilization,
             cuda_graphs=cuda_graphs,

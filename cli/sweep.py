@@ -10,7 +10,7 @@ import typer
 
 
 def sweep(
-    target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
+    target: Annotated[str, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE.")],
     out: Annotated[Path, typer.Option(help="Folder of the results; a second run goes on where it stopped.")],
     draft: Annotated[
         list[str] | None, typer.Option(help="ngram, a draft folder or a shipped draft; may be repeated.")

@@ -26,6 +26,17 @@ def flags_of(names: Mapping[str, object], renamed: Mapping[str, str]) -> dict[st
     return {name: "--" + name.replace("_", "-") for name in names} | dict(renamed)
 
 
+def check_exact(exact: bool, options: Mapping[str, str]) -> None:
+    """Refuse options that make another model of the target beside a promise that nothing lossy runs.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    for flag, value in options.items():
+        if exact and value in ("int8", "fp8"):
+            raise UsageError(f"--exact promises the named target's text; drop it, or {flag} {value}")
+
+
 @contextmanager
 def usage_errors(fields: Mapping[str, str]) -> Iterator[None]:
     """Building configs from the command line alone: what they refuse is wrong usage, by flag.

@@ -40,21 +40,24 @@ OPTIONS: dict[str, str] = {
         "target --draft --prompt --prompts --out --raw --shape --max-tokens --temperature --top-k "
         "--top-p --min-p --typical-p --repetition-penalty --presence-penalty --frequency-penalty "
         "--logit-bias --bad-word --min-tokens --json-schema --regex --ebnf --logprobs --rule --knob "
-        "--lossy --exact --seed --stop --simulate-acceptance --device --dtype --kernels --deterministic "
-        "--prefix-cache --gpu-memory-utilization --cuda-graphs --overlap --batch-size --limit"
+        "--lossy --exact --seed --stop --simulate-acceptance --device --dtype --kernels --weights "
+        "--kv-cache-dtype --deterministic --prefix-cache --gpu-memory-utilization --cuda-graphs --overlap "
+        "--batch-size --limit"
     ),
     "serve": (
         "target --draft --shape --max-shape --speculative-config --rule --knob --lossy --exact --host --port "
         "--served-model-name --max-model-len --max-num-seqs --max-batch-tokens --max-waiting "
         "--max-connections --kv-tokens --prefix-cache --max-kv-ttl --host-cache-gb --disk-cache-dir "
-        "--disk-cache-gb --device --dtype --kernels --deterministic --gpu-memory-utilization --cuda-graphs "
+        "--disk-cache-gb --device --dtype --kernels --weights --kv-cache-dtype --deterministic "
+        "--gpu-memory-utilization --cuda-graphs "
         "--overlap --timeout --drain-timeout --step-timeout --api-key --api-key-file --allow-origins "
         "--max-body-mb --page --log-prompts --log-level --ssl-certfile --ssl-keyfile --ssl-keyfile-password"
     ),
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --spread --max-tokens "
         "--batch-size --temperature --seed --repeats --warm-up --adaptive --pass-costs --simulate-acceptance "
-        "--device --dtype --deterministic --transformers --verify-cost --micro --trace --out --resume --url "
+        "--device --dtype --deterministic --kernels --weights --kv-cache-dtype --gpu-memory-utilization "
+        "--cuda-graphs --transformers --verify-cost --micro --trace --out --resume --url "
         "--model --endpoint --concurrency --request-rate --shared-prefix --prefix-groups --turns "
         "--think-time --cold --ignore-eos --goodput --extra-body --request-timeout --duration "
         "--server-pid"

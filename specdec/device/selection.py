@@ -18,7 +18,7 @@ def device_operations(config: EngineConfig, dtype: torch.dtype) -> Operations | 
     if config.device == "cpu" and config.kernels == "auto":
         if config.kv_cache_dtype != "auto":
             raise SpecdecError(
-                f"kv_cache_dtype ({config.kv_cache_dtype}) needs the kernels (a card, or kernels 'reference'): "
+                f"kv_cache_dtype ({config.kv_cache_dtype}) needs kernels (a card, or kernels 'reference'): "
                 "the processor's own path keeps rows in the compute dtype ('auto')"
             )
         return None

@@ -74,7 +74,7 @@ def test_an_interpreted_kernel_serves_eight_bit_rows(
 
 
 def test_the_processors_own_path_refuses_codes(tiny_llama: Path) -> None:
-    with pytest.raises(SpecdecError, match=r"kv_cache_dtype \(int8\) needs the kernels"):
+    with pytest.raises(SpecdecError, match=r"kv_cache_dtype \(int8\) needs kernels"):
         Engine(tiny_llama, config=EngineConfig(kv_tokens=64, kv_cache_dtype="int8"))
     with pytest.raises(SpecdecError, match=r"kv_cache_dtype \('fp4'\) must be one of auto, int8, fp8"):
         EngineConfig(kv_cache_dtype="fp4")
