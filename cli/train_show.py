@@ -80,7 +80,7 @@ def show_result(result: TrainResult) -> None:
             f"{summary['flop_per_second'] / 1e9:.0f} GFLOP/s, {summary['flop_utilisation']:.0%} of the "
             f"{summary['matrix_flop_per_second'] / 1e9:.0f} measured for a large one; peak memory "
             f"{_size(summary['peak_bytes'])}, of which {_size(summary['memory_parts_sum'])} are weights, "
-            "optimiser, states and activations"
+            "optimiser, states, activations and the program"
         )
     if found is None:
         return

@@ -154,6 +154,7 @@ def train_draft(
     folder, config = Path(out), config or TrainConfig()
     check_tracker(tracker)
     processes = Processes(shard=config.shard_weights)
+    program = peak_bytes(processes.device)
     if processes.main:
         check_out_folder(folder)
     else:
@@ -180,6 +181,7 @@ def train_draft(
                 resume,
                 str(data),
                 tracker,
+                program,
                 report,
                 on_step,
             )
@@ -226,6 +228,7 @@ def _train(
     resume: bool,
     data: str,
     tracker: str | None,
+    program: int,
     report: Callable[[str], None],
     on_step: Callable[[StepNumbers], None],
 ) -> TrainResult:
@@ -273,7 +276,7 @@ def _train(
     if processes.main:
         write_curve(folder)
     acceptance = published.acceptance
-    speed = _speed(parts, config, processes, trainer, outcome) if outcome.new_steps else {}
+    speed = _speed(parts, config, processes, trainer, outcome, program) if outcome.new_steps else {}
     summary = {
         "target_fingerprint": parts.target_fingerprint,
         "template_hash": template_hash(parts.tokenizer),
@@ -317,16 +320,24 @@ def _contract(parts: Prepared, config: TrainConfig, init_from: str | Path | None
 
 
 def _speed(
-    parts: Prepared, config: TrainConfig, processes: Processes, trainer: Trainer, outcome: TrainOutcome
+    parts: Prepared,
+    config: TrainConfig,
+    processes: Processes,
+    trainer: Trainer,
+    outcome: TrainOutcome,
+    program: int,
 ) -> dict[str, Any]:
-    """Throughput beside the matrix rate of this machine, and peak memory beside the sum of its parts."""
+    """Throughput beside the matrix rate of this machine, and peak memory beside the sum of its parts.
+
+    `program` is what the process held before it began.
+    """
     shape = parts.head.config
     online = parts.source.computes
     work = Work(rows=outcome.new_rows, slots=outcome.new_slots, flat_rows=outcome.flat_rows)
     flop = head_flop(shape, work) + (target_flop(parts.target_parameters, work.flat_rows) if online else 0.0)
     dtype = torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
     rate = matrix_rate(processes.device, dtype)
-    memory = memory_parts(
+    memory = {"program": program} | memory_parts(
         shape,
         sum(parameter.numel() for parameter in parts.head.parameters()),
         config,

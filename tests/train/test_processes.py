@@ -102,6 +102,7 @@ def pair(
                 "boundaries": BOUNDARIES,
                 "base": settings,
                 "runs": runs,
+                "processes": 2,
             }
         )
     )
@@ -109,7 +110,7 @@ def pair(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    script = Path(__file__).with_name("two_processes.py")
+    script = Path(__file__).with_name("train_script.py")
     started = [
         subprocess.Popen(
             [sys.executable, str(script), str(plan)],

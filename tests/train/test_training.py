@@ -22,7 +22,6 @@ from specdec.train.config import TrainConfig
 from specdec.train.evaluate import offline_acceptance
 from specdec.train.prepare import split_held_out
 from specdec.train.run import TrainResult, train_draft
-from specdec.train.schedule import learning_rate
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import TargetStates
 from specdec.train.trainer import Trainer
@@ -74,7 +73,9 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _same(first: Path, second: Path) -> bool:
-    a, b = _weights(first), _weights(second)
+    """Weights, and averages where the runs keep some."""
+    states = [torch.load(latest_state(folder), weights_only=True) for folder in (first, second)]  # type: ignore[arg-type]
+    a, b = ({**state["weights"], **(state["average"] or {})} for state in states)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -116,12 +117,26 @@ def _sequences_of(result: TrainResult) -> list[TrainSequence]:
     return found
 
 
-@pytest.mark.parametrize("parts", [(10, 20), (5, 10, 20)])
+EVERYTHING = replace(
+    BASE,
+    compute_dtype="bfloat16",
+    micro_batch_rows=15,
+    depth_sampling=True,
+    schedule="wsd",
+    ema=0.8,
+    loss="lk-mix",
+)
+
+
+@pytest.mark.parametrize(("parts", "config"), [((10, 20), EVERYTHING), ((5, 10, 20), BASE)])
 def test_a_resumed_run_ends_bit_for_bit_like_the_uninterrupted_one(
-    parts: tuple[int, ...], run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch
+    parts: tuple[int, ...],
+    config: TrainConfig,
+    run: Callable[..., TrainResult],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights, rates and order of batches; across epochs, and twice (SpecForge #243, Automodel #763)."""
-    straight = run("straight")
+    straight = run("straight", config)
     step = Trainer._step
 
     def stop_at(limit: int) -> Any:
@@ -135,11 +150,11 @@ def test_a_resumed_run_ends_bit_for_bit_like_the_uninterrupted_one(
 
     for limit in parts[:-1]:
         monkeypatch.setattr(Trainer, "_step", stop_at(limit))
-        stopped = run("parts")
+        stopped = run("parts", config)
         assert not stopped.outcome.complete
         assert stopped.outcome.steps == limit
     monkeypatch.setattr(Trainer, "_step", step)
-    resumed = run("parts")
+    resumed = run("parts", config)
     assert resumed.outcome.complete
     assert straight.outcome.epochs > 1
     assert _same(straight.folder, resumed.folder)
@@ -298,12 +313,15 @@ def test_the_ridge_start_beats_noise_before_any_training(run: Callable[..., Trai
     assert ridge.outcome.last_loss < 0.7 * noise.outcome.last_loss
 
 
-def test_rates_warm_up_and_end_at_the_minimum() -> None:
-    config = TrainConfig(learning_rate=1.0, warmup_ratio=0.2, min_lr_ratio=0.1)
-    rates = [learning_rate(step, 10, config) for step in range(10)]
-    assert rates[:2] == [0.5, 1.0]
-    assert rates[2:] == sorted(rates[2:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1)
+def test_the_last_short_window_is_divided_by_its_own_weight(run: Callable[..., TrainResult]) -> None:
+    """Its loss is a mean like any other's: with one conversation left in it, not a third of that."""
+    result = run(config=replace(BASE, steps=4, learning_rate=1e-9, step_weight=1.0))
+    losses = [
+        json.loads(line)["loss"]
+        for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+        if "loss" in line
+    ]
+    assert max(losses) < 1.5 * min(losses)
 
 
 def test_the_held_out_part_barely_moves_when_data_is_added() -> None:
