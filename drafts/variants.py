@@ -67,8 +67,8 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "hidden_size": Variant(
         present=lambda config: config.hidden_size != config.target_hidden_size,
-        formats=frozenset({"vllm", "speculators", "eagle"}),
-        elsewhere="(not the target's) is impossible there: its heads use the target's embeddings",
+        formats=frozenset({"vllm", "eagle"}),
+        elsewhere="(not the target's) is impossible there: heads have the target's width",
     ),
     "embed_proj": Variant(
         present=lambda config: config.projects_embeddings,

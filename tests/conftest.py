@@ -174,7 +174,7 @@ def random_draft() -> Callable[..., Path]:
             intermediate_size=80,
             num_heads=4,
             num_kv_heads=2,
-            head_dim=24,
+            head_dim=model.head_dim,
             rms_norm_eps=1e-5,
             rope=model.rope,
             vocab_size=model.vocab_size,

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "speculators",
         {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "attention_bias": True},
     ),
-    "speculators-qk-norm-own-width": ("speculators", {**OWN_WIDTH, "qk_norm": True, **EAGLE_31}),
+    "speculators-qk-norm-own-embeddings": ("speculators", {"embed": "own", "qk_norm": True, **EAGLE_31}),
     "eagle": ("eagle", {}),
     "eagle-own-width": ("eagle", OWN_WIDTH),
     "eagle-full-vocabulary": ("eagle", {"draft_vocab_size": 40, "lm_head": "own"}),
@@ -192,7 +192,8 @@ def test_ids_are_spelled_as_each_engine_of_36_layers_reads_them() -> None:
         ("sglang", {"attention_bias": True}, "attention_bias", "--to vllm or speculators"),
         ("sglang", {"qk_norm": True}, "qk_norm", "--to vllm or speculators"),
         ("sglang", {"embed": "own"}, "embed .own. is overwritten", "--to vllm or speculators or eagle"),
-        ("sglang", OWN_WIDTH, "embed .own. is overwritten", "--to vllm or speculators or eagle"),
+        ("sglang", OWN_WIDTH, "embed .own. is overwritten", "--to vllm or eagle"),
+        ("speculators", OWN_WIDTH, "hidden_size .not the target's. is impossible", "--to vllm or eagle"),
         ("eagle", {"qk_norm": True}, "qk_norm", "--to vllm or speculators"),
         ("eagle", {"attention_bias": True}, "attention_bias", "--to vllm or speculators"),
         (
@@ -260,7 +261,7 @@ def test_what_an_engine_cannot_represent_is_refused_with_the_reason_and_a_way_ou
 def test_projections_of_our_own_go_nowhere(
     name: str, settings: dict[str, Any], reason: str, make_stored: Any, facts: TargetFacts
 ) -> None:
-    if name == "sglang":
+    if name in ("sglang", "speculators"):
         reason = "hidden_size|embed"
     with pytest.raises(SpecdecError, match=rf"--to {name} .*{reason}.*serve it with specdec serve"):
         make_export(make_stored(**settings), FORMATS[name], facts)

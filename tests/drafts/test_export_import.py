@@ -259,6 +259,7 @@ def _nested(*ids: int) -> Change:
         ("vllm", _add("embed_tokens.weight", 40, 17), "embed_tokens.weight has shape"),
         ("vllm", _set(hidden_size=32), r"hidden_size \(32\) is not the target's 16"),
         ("sglang", _set(hidden_size=32), "SGLang has no heads of another width"),
+        ("speculators", _set(hidden_size=32, target_hidden_size=16), "has no heads of another width"),
         ("vllm", _set(hidden_size=32, target_hidden_size=None), r"target_hidden_size \(32\) must be 16"),
         ("vllm", _set(target_hidden_size=32), "another target"),
         ("vllm", _set(vocab_size=41), "another target"),

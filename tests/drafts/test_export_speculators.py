@@ -28,6 +28,8 @@ TOLERANCE = 1e-5
         {"fc_norm": True, "norm_output": True},
         {"norm_before_residual": True, "norm_before_fc": True, "attention_bias": True, "lm_head": "own"},
         {"draft_vocab_size": 40},
+        {"qk_norm": True, "fc_norm": True, "norm_output": True},
+        {"embed": "own"},
     ],
 )
 def test_the_package_computes_the_logits_of_our_head(
