@@ -101,6 +101,9 @@ def serve(
         bool, typer.Option("--log-prompts", help="Write prompts and texts into the log.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send a span a request there: http://HOST:4318/v1/traces.")
+    ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve https.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
     ssl_keyfile_password: Annotated[str | None, typer.Option(help="Password of the key.")] = None,
@@ -124,6 +127,7 @@ def serve(
     from specdec.hub import resolve_target
     from specdec.server.config import ServerConfig, SpecCaps
     from specdec.server.logs import LEVELS
+    from specdec.server.otlp import check_tracing
     from specdec.server.sockets import bind
     from specdec.server.tls import TlsFiles
 
@@ -162,6 +166,7 @@ def serve(
             caps=SpecCaps(max_depth=caps.max_depth, top_k=caps.top_k, max_nodes=caps.max_nodes),
             log_prompts=log_prompts,
             page=page,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )
         engine_config = EngineConfig(
             max_model_len=max_model_len,
@@ -187,6 +192,9 @@ def serve(
         )
     tls = TlsFiles(certfile=ssl_certfile, keyfile=ssl_keyfile, keyfile_password=ssl_keyfile_password)
     tls.check()
+    if otlp_traces_endpoint is not None:
+        with named_flags(flags_of(fields, _FLAGS)):
+            check_tracing(otlp_traces_endpoint)
     # what can be wrong is looked at before torch is imported and weights are read
     bound = bind(host, port)
     if disk_cache_dir is not None:

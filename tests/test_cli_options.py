@@ -51,7 +51,8 @@ OPTIONS: dict[str, str] = {
         "--disk-cache-gb --device --dtype --kernels --weights --kv-cache-dtype --deterministic "
         "--gpu-memory-utilization --cuda-graphs "
         "--overlap --timeout --drain-timeout --step-timeout --api-key --api-key-file --allow-origins "
-        "--max-body-mb --page --log-prompts --log-level --ssl-certfile --ssl-keyfile --ssl-keyfile-password"
+        "--max-body-mb --page --log-prompts --log-level --otlp-traces-endpoint --ssl-certfile --ssl-keyfile "
+        "--ssl-keyfile-password"
     ),
     "bench": (
         "target --draft --shape --rule --knob --lossy --exact --data --limit --spread --max-tokens "

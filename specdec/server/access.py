@@ -23,12 +23,14 @@ from specdec.server.metrics import ServerMetrics
 from specdec.server.page import PAGE_PATHS, PAGE_STATE
 from specdec.server.problems import Problem
 from specdec.server.service import RequestRecord
+from specdec.server.tracing import Tracer
 
 logger = logging.getLogger("specdec.server")
 
 # a load balancer and Prometheus carry no key; none of these shows a text
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/ready", "/version"}) | PAGE_PATHS
 _QUIET_PATHS = frozenset({"/health", "/metrics", "/ready", PAGE_STATE})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -65,9 +67,18 @@ class Access:
         keys: who may pass.
         metrics: counts responses.
         routes: paths that get a label of their own.
+        tracer: makes spans of generating requests; None: nobody does.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: ServerMetrics, routes: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        metrics: ServerMetrics,
+        routes: frozenset[str],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._tracer = tracer
         self._app = app
         self._keys = keys
         self._metrics = metrics
@@ -105,6 +116,8 @@ class Access:
             await problem_response(failed)(scope, receive, send_with_id)
         finally:
             self._note(scope, record, status)
+            if self._tracer is not None and scope["path"] in GENERATING_PATHS:
+                self._tracer.note(record, headers, status)
 
     def _note(self, scope: Scope, record: RequestRecord, status: int) -> None:
         path = scope["path"]

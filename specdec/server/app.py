@@ -6,6 +6,7 @@ by hand, from the same models.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,6 +38,7 @@ from specdec.server.problems import Problem
 from specdec.server.prompts import Prompts
 from specdec.server.service import Service
 from specdec.server.tokenizing import Tokenizing
+from specdec.server.tracing import Tracer
 
 BODIES: tuple[type[Fields], ...] = (CompletionFields, ChatFields, TokenizeFields, DetokenizeFields)
 _PROBLEM = {
@@ -70,12 +72,16 @@ _STATUSES = {
 
 def make_app(service: Service) -> FastAPI:
     """The application; its lifespan starts and stops the engine's thread."""
+    endpoint = service.config.otlp_traces_endpoint
+    tracer = None if endpoint is None else Tracer(endpoint, service.config.model_names[0])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         yield
         service.loop.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
     app = FastAPI(
         title="specdec",
@@ -103,7 +109,13 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(router)
     app.add_exception_handler(HTTPException, _no_such_page)
     app.add_exception_handler(Problem, _problem)
-    app.add_middleware(Access, keys=Keys(service.config.api_keys), metrics=service.metrics, routes=routes)
+    app.add_middleware(
+        Access,
+        keys=Keys(service.config.api_keys),
+        metrics=service.metrics,
+        routes=routes,
+        tracer=tracer,
+    )
     if service.config.allow_origins:
         app.add_middleware(
             CORSMiddleware,

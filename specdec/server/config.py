@@ -61,6 +61,7 @@ class ServerConfig:
         caps: see `SpecCaps`.
         log_prompts: whether log lines carry prompts and texts.
         page: whether `/` shows the page for people.
+        otlp_traces_endpoint: where a span for each generating request goes (OTLP over HTTP); None: nowhere.
     """
 
     model_names: tuple[str, ...]
@@ -86,6 +87,7 @@ class ServerConfig:
     caps: SpecCaps = field(default_factory=SpecCaps)
     log_prompts: bool = False
     page: bool = True
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

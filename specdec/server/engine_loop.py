@@ -286,6 +286,7 @@ class EngineLoop:
                 seq,
                 arrived=ticket.arrived,
                 counts_prompt=index % ticket.num_choices == 0,
+                marks=ticket.marks[index],
             )
             for index, seq in enumerate(ticket.sequences)
         ]

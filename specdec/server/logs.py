@@ -35,7 +35,7 @@ def log_json(level: str) -> None:
     logging.raiseExceptions = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name, least in (("specdec", level.upper()), ("uvicorn", "WARNING")):
+    for name, least in (("specdec", level.upper()), ("uvicorn", "WARNING"), ("opentelemetry", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(least)

@@ -7,8 +7,19 @@ the engine's thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from specdec.sequence import Sequence
 from specdec.server.metrics import ServerMetrics
+
+
+@dataclass
+class Marks:
+    """Moments of one sequence, on `time.perf_counter`; written in the engine's thread, read by anybody."""
+
+    begun: float | None = None
+    first: float | None = None
+    last: float | None = None
 
 
 class SequenceMeter:
@@ -19,9 +30,19 @@ class SequenceMeter:
         seq: the sequence, not yet begun.
         arrived: when its request came, on `time.perf_counter`.
         counts_prompt: whether it stands for its prompt in `prompt_tokens` (the first choice does).
+        marks: filled in.
     """
 
-    def __init__(self, metrics: ServerMetrics, seq: Sequence, *, arrived: float, counts_prompt: bool) -> None:
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        seq: Sequence,
+        *,
+        arrived: float,
+        counts_prompt: bool,
+        marks: Marks,
+    ) -> None:
+        self._marks = marks
         self._metrics = metrics
         self._seq = seq
         self._arrived = arrived
@@ -40,18 +61,19 @@ class SequenceMeter:
         seq = self._seq
         if not self._begun and (seq.num_computed or seq.num_output):
             self._begun = True
+            self._marks.begun = started
             self._metrics.queue_time.observe(started - self._arrived)
         new = seq.num_output - self._tokens
         if new:
             if self._first is None:
-                self._first = now
+                self._first = self._marks.first = now
                 self._metrics.time_to_first_token.observe(now - self._arrived)
                 if self._counts_prompt:
                     self._metrics.prompt_tokens.inc(seq.prompt_len)
             else:
                 for _ in range(new):
                     self._metrics.inter_token.observe((now - self._last) / new)
-            self._last = now
+            self._last = self._marks.last = now
             self._tokens += new
             self._metrics.generation_tokens.inc(new)
             self._count_speculation()

@@ -34,11 +34,13 @@ from specdec.server.token_text import TokenText
 
 @dataclass
 class RequestRecord:
-    """What the log says of one request; filled in on the way."""
+    """What the log and a trace say of one request; filled in on the way."""
 
     id: str
     arrived: float = field(default_factory=time.perf_counter)
     fields: dict[str, Any] = field(default_factory=dict)
+    params: SamplingParams | None = None
+    ticket: Ticket | None = None
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -155,6 +157,7 @@ class Service:
             streaming=bool(fields.stream),
             arrived=record.arrived,
         )
+        record.params, record.ticket = params, ticket
         prompts = ticket.sequences[::choices]
         record.fields |= {
             "prompt_tokens": sum(seq.prompt_len for seq in prompts),

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from specdec.pieces import PieceReader
 from specdec.requests import StreamPiece
 from specdec.sequence import Sequence as DecodingSequence
+from specdec.server.meters import Marks
 from specdec.server.problems import Problem
 
 
@@ -37,6 +38,7 @@ class Ticket:
         num_choices: int = 1,
     ) -> None:
         self.sequences = list(sequences)
+        self.marks = [Marks() for _ in sequences]
         self.readers = [PieceReader(seq, index) for index, seq in enumerate(sequences)]
         self.streaming = streaming
         self.arrived = arrived
