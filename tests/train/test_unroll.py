@@ -147,3 +147,69 @@ def test_chains_follow_the_trained_slots_only(
 def _first(head: Eagle3Head, batch: RowBatch) -> tuple[list[int], Tensor]:
     step = unroll(head, batch)[0]
     return step.chains.tolist(), step.z
+
+
+# what each chain sees, drawn out: true rows of two packed documents of 5 and 4 tokens, then its own keys of
+# steps 1 and 2; a chain is named by its start row s, and step j of it predicts token s + j + 2
+MASKS = {
+    0: {
+        0: "1... ... ..",
+        1: "11.. ... ..",
+        2: "111. ... ..",
+        4: ".... 1.. ..",
+        5: ".... 11. ..",
+    },
+    1: {
+        0: "1... ... 1.",
+        1: "11.. ... 1.",
+        4: ".... 1.. 1.",
+    },
+    2: {
+        0: "1... ... 11",
+    },
+}
+
+
+def test_every_step_sees_what_the_drawn_matrix_shows(
+    make_head: Callable[..., Eagle3Head],
+    make_batch: Any,
+    target_rows: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read off the gradients of values: a key that has no weight gets none."""
+    head = make_head()
+    batch = make_batch(target_rows, [(5, 1), (4, 1)]).packed(3)
+    probes: list[tuple[int, int, Tensor, list[Tensor]]] = []
+    block = unroll_module._block
+
+    def probed(queries: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, own: Any) -> Tensor:
+        values = values.detach().clone().requires_grad_()
+        own = [type(item)(item.keys, item.values.detach().clone().requires_grad_()) for item in own]
+        mixed = block(queries, keys, values, allowed, own)
+        for row in range(len(mixed)):
+            wanted = [values, *(item.values for item in own)]
+            grads = torch.autograd.grad(mixed[row].sum(), wanted, retain_graph=True)
+            probes.append((len(own), row, grads[0], [grad[row] for grad in grads[1:]]))
+            # nobody else's own keys
+            assert all(
+                not grad[other].any() for grad in grads[1:] for other in range(len(grad)) if other != row
+            )
+        return mixed
+
+    monkeypatch.setattr(unroll_module, "_block", probed)
+    steps = unroll(head, batch)
+    found: dict[int, dict[int, str]] = {step: {} for step in range(3)}
+    taken = iter(probes)
+    for step, output in enumerate(steps):
+        for chain in output.chains.tolist():
+            number, start = int(batch.chain_sequence[chain]), int(batch.starts[chain])
+            depth, _, true, own = next(taken)
+            assert depth == step
+            rows = ["." for _ in range(7)]
+            for place, grad in enumerate(true, start=batch.row_offsets[number]):
+                rows[place] = "1" if grad.any() else "."
+            drawn = "".join(rows)
+            tail = "".join("1" if grad.any() else "." for grad in own).ljust(2, ".")
+            found[step][start] = f"{drawn[:4]} {drawn[4:]} {tail}"
+    assert next(taken, None) is None
+    assert found == MASKS
