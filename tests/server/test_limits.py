@@ -3,6 +3,8 @@
 import json
 import random
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,20 +80,31 @@ def test_a_client_may_leave_while_it_waits(small: Any, wait_for: Any) -> None:
         connection.close()
 
 
-def test_many_clients_that_leave_at_random_times_leave_nothing(live: Any) -> None:
+def test_two_hundred_clients_that_leave_at_random_times_leave_nothing(live: Any) -> None:
+    """Before their body is whole, in the queue, in the prompt, between tokens, at the end."""
     chance = random.Random(5)
 
-    def visit(delay: float, kind: int) -> None:
-        body = {**LONG, "max_tokens": 40, "stream": kind % 2 == 0, "n": 1 + kind % 3}
-        connection = live.connect(TEXT, body)
-        time.sleep(delay)
-        connection.close()
+    def visit(delay: float, kind: int, cut: int) -> None:
+        data = json.dumps({**LONG, "max_tokens": 40, "stream": kind % 2 == 0, "n": 1 + kind % 3}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        with socket.socket() as connection:
+            connection.connect((live.host, live.port))
+            connection.sendall((head + data)[: cut if kind % 5 == 0 else None])
+            time.sleep(delay)
+            if kind % 7 == 0:
+                # gone without a word: the server's next write is answered with a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    with ThreadPoolExecutor(16) as visitors:
-        for kind in range(48):
-            visitors.submit(visit, chance.uniform(0, 0.15), kind)
+    with ThreadPoolExecutor(32) as visitors:
+        visits = [
+            visitors.submit(visit, chance.uniform(0, 0.3), kind, chance.randrange(1, 160))
+            for kind in range(200)
+        ]
+    for done in visits:
+        done.result()
     live.wait_until_idle()
     assert live.metric("engine_failed_steps_total") == 0
+    assert live.post(TEXT, {**LONG, "max_tokens": 3})[0] == 200
 
 
 def test_a_slow_reader_is_ended_and_holds_nobody_up(small: Any, wait_for: Any) -> None:

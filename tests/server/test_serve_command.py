@@ -82,6 +82,21 @@ def test_a_port_in_use_is_said_at_once(served_target: Path, capsys: pytest.Captu
         (["--device", "tpu"], 2, "--device"),
         (["--drain-timeout", "-1"], 2, "--drain-timeout"),
         (["--timeout", "0"], 2, "--timeout"),
+        (["--step-timeout", "-1"], 2, "--step-timeout"),
+        (["--max-connections", "0"], 2, "--max-connections"),
+        (["--disk-cache-gb", "1"], 2, "--disk-cache-gb needs --disk-cache-dir"),
+        (["--disk-cache-dir", "/dev/null"], 1, "--disk-cache-dir (/dev/null) cannot be written to: "),
+        (
+            ["--disk-cache-dir", ".", "--disk-cache-gb", "1e8"],
+            1,
+            "less than --disk-cache-gb (1e+08); lower that",
+        ),
+        (["--disk-cache-dir", "x", "--no-prefix-cache"], 2, "--disk-cache-dir"),
+        (
+            ["--otlp-traces-endpoint", "localhost:4317"],
+            1,
+            "--otlp-traces-endpoint (localhost:4317) must be http",
+        ),
     ],
 )
 def test_wrong_options_are_one_line_that_names_them(
