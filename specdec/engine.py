@@ -314,6 +314,8 @@ class Engine:
         seq.prefix_use = prefix_use(seq, self.prefixes, self.drafter)
         if seq.options.deadline_s is not None:
             seq.deadline = self.clock() + seq.options.deadline_s
+        if self.prefixes is not None:
+            self.prefixes.stage(seq)
         self._next_id += 1
         return seq
 
