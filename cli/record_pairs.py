@@ -23,23 +23,19 @@ from specdec.errors import UsageError
 # two-sided 5 %, power 80 %, as in `bootstrap.Difference`
 _POWER = 2.8
 # settings of a run (as `report_stack` names them) that decide the text, and with it acceptance
-_TEXT = (
-    *("dtype", "template_hash", "data_hash", "defaults.max_tokens", "defaults.temperature"),
-    *(
-        "defaults.simulate_acceptance",
-        "conditions.target_fingerprint",
-        "conditions.dtype",
-        "conditions.weights",
-    ),
+_TEXT = frozenset(
+    {"target", "dtype", "template_hash", "data_hash", "defaults.max_tokens", "defaults.temperature"}
+    | {"defaults.simulate_acceptance", "conditions.target_fingerprint", "conditions.dtype"}
+    | {"conditions.weights", "conditions.kv_cache_dtype"}
 )
-_SAMPLED = ("seeds.sampling",)
-# those that decide speed as well
-_SPEED = (
-    *("hardware.cpu", "hardware.cores", "hardware.gpus", "hardware.torch_threads", "versions.torch"),
-    *("defaults.device", "defaults.deterministic", "defaults.threads", "defaults.packed_matrices"),
-    *("conditions.cpu", "conditions.cores", "conditions.threads", "conditions.gpus", "conditions.device"),
-    *("conditions.deterministic", "conditions.packed_matrices", "conditions.kernels"),
+_SAMPLED = frozenset({"seeds.sampling"})
+# those that decide speed as well; of a bench's own `conditions`, all that are not named above
+_SPEED = frozenset(
+    {"hardware.cpu", "hardware.cores", "hardware.gpus", "hardware.torch_threads", "versions.torch"}
+    | {"defaults.device", "defaults.deterministic", "defaults.threads", "defaults.packed_matrices"}
 )
+# what a run is called, not what it is
+_UNTOLD = frozenset({"command", "started_at", "revision", "extra"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,21 +166,28 @@ def pair_records(old: Record, new: Record, *, settings: Sequence[str] = ()) -> P
 
 
 def record_differences(old: Record, new: Record) -> list[Differing]:
-    """Whatever two runs do not share that can change a figure, the gravest first."""
+    """Whatever two runs do not share that can change a figure, the gravest first.
+
+    A field that only one of them tells is left out: the other record is older than the field.
+    """
     one, other = _fields(old), _fields(new)
+    if "conditions.target_fingerprint" in one and "conditions.target_fingerprint" in other:
+        # the same weights may stand in folders of two names
+        del one["target"], other["target"]
     sampled = any(row.temperature > 0 for row in bench_rows([old, new]))
-    forbidding = dict.fromkeys(_SPEED, "speed") | dict.fromkeys(("target", *_TEXT), "text")
-    forbidding |= {name: "text" for name in _SAMPLED if sampled}
-    ignored = ("command", "started_at", "revision", "extra")
-    found = []
-    for name in dict.fromkeys([*one, *other]):
-        if name.split(".")[0] in ignored or one.get(name) == other.get(name):
-            continue
-        # what only one record tells may be alike all the same; a run record there is older than the field
-        if name not in one or name not in other:
-            continue
-        found.append(Differing(name=name, old=one[name], new=other[name], forbids=forbidding.get(name, "")))
-    return sorted(found, key=lambda d: ("text", "speed", "").index(d.forbids))
+    found = [
+        Differing(name=name, old=one[name], new=other[name], forbids=_forbids(name, sampled=sampled))
+        for name in one
+        if name in other and one[name] != other[name] and name.split(".")[0] not in _UNTOLD
+    ]
+    return sorted(found, key=lambda one: ("text", "speed", "").index(one.forbids))
+
+
+def _forbids(name: str, *, sampled: bool) -> str:
+    """Which comparisons a differing field makes unfair."""
+    if name in _TEXT or name.split(".")[0] in _TEXT or (sampled and name in _SAMPLED):
+        return "text"
+    return "speed" if name in _SPEED or name.startswith("conditions.") else ""
 
 
 def _fields(record: Record) -> dict[str, str]:

@@ -26,6 +26,8 @@ from specdec.cli.report_speed import (
     compare_sentence,
     load_section,
     load_sentence,
+    load_sweep_section,
+    load_sweep_sentence,
     micro_section,
     micro_sentence,
 )
@@ -58,6 +60,9 @@ class _Kind:
 _KINDS: dict[str, _Kind] = {
     "compare": _Kind(title="Other engines", sentence=compare_sentence, section=compare_section),
     "load": _Kind(title="Under load", sentence=load_sentence, section=load_section),
+    "load_sweep": _Kind(
+        title="From one client to many", sentence=load_sweep_sentence, section=load_sweep_section
+    ),
     "audit": _Kind(title="Is the text unchanged", sentence=audit_sentence, section=audit_section),
     "sweep": _Kind(title="Cost, acceptance, fidelity", sentence=sweep_sentence, section=sweep_section),
     "micro": _Kind(title="Cost of verifying", sentence=micro_sentence, section=micro_section),

@@ -24,6 +24,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "bench": ("target", "data", "settings"),
     "compare": ("target", "data", "engines"),
     "load": ("model", "points"),
+    "load_sweep": ("target", "draft", "points"),
     "micro": ("target", "steps", "verify_cost"),
     "verify-cost": ("target", "passes"),
     "sweep": ("target", "points"),
@@ -32,7 +33,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "selection": ("target", "boundaries", "scores", "cka"),
     RUN: ("command", "versions", "hardware"),
 }
-_SCHEMA = re.compile(r"specdec\.([a-z-]+)/(\d+)")
+_SCHEMA = re.compile(r"specdec\.([a-z_-]+)/(\d+)")
 _METRICS = "metrics.jsonl"
 # a file that says what is done, not what was measured
 _RUN_SUFFIX = "run.json"

@@ -5,7 +5,8 @@ Owns the sections of compare, load, micro and verify-cost records. Figures are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specdec.cli.paper import Notes, Table, Terms
 from specdec.cli.report_acceptance import pair
@@ -216,3 +217,78 @@ def _kernels(record: Record) -> Table:
 
 def _terms(definitions: dict[str, str] | None) -> Sequence[Part]:
     return [Terms(meanings=list(definitions.items()))] if definitions else []
+
+
+def load_sweep_sentence(record: Record) -> str:
+    """Where adaptive speculation gains and loses against none, over all points."""
+    ratios = [
+        (point, point["adaptive_over_off"]) for point in record.body["points"] if point["adaptive_over_off"]
+    ]
+    if not ratios:
+        return "No point was measured with and without speculation."
+    low, high = (pick(ratios, key=lambda one: one[1]["value"]) for pick in (min, max))
+
+    def told(one: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
+        point, ratio = one
+        return (
+            f"{number_with(ratio['value'], ratio['interval'])} ({point['data']}, {point['clients']} clients)"
+        )
+
+    return (
+        f"Adaptive speculation with {record.body['draft']} over none on {record.body['target']}: "
+        f"from {told(low)} to {told(high)} times the tokens per second."
+    )
+
+
+def load_sweep_section(record: Record, key: str, title: str) -> SectionParts:
+    """Adaptive speculation against none and the best fixed setting, from one client to many."""
+    points = record.body["points"]
+    blocks: list[Part] = [load_sweep_sentence(record)]
+    for name, words in (
+        ("adaptive_over_off", "Adaptive over no speculation"),
+        ("adaptive_over_best_fixed", "Adaptive over the best fixed setting"),
+    ):
+        curves: dict[str, list[tuple[float, float, tuple[float, float] | None]]] = {}
+        for point in sorted((p for p in points if p[name]), key=lambda p: int(p["clients"])):
+            mark = (float(point["clients"]), point[name]["value"], pair(point[name]["interval"]))
+            curves.setdefault(point["data"], []).append(mark)
+        if curves:
+            blocks.append(
+                lines(
+                    f"{key}-{name.replace('_', '-')}",
+                    words,
+                    curves,
+                    x="clients at once",
+                    y="times the tokens per second",
+                    log_x=True,
+                    bottom=None,
+                    caption="Same requests, in turn; below 1 is slower. Lines: 95 % bootstrap intervals "
+                    "over turns; none with one turn.",
+                )
+            )
+    rows = [
+        [
+            point["data"],
+            point["clients"],
+            name,
+            one["tokens_per_second"],
+            (one["over_off"] or {}).get("value"),
+            (one["over_off"] or {}).get("interval"),
+            one["acceptance_length"],
+            f"{one['identical']}/{one['compared']}",
+        ]
+        for point in points
+        for name, one in point["settings"].items()
+    ]
+    columns = [
+        "data",
+        "clients",
+        "setting",
+        "tokens/s",
+        "over none",
+        "interval",
+        "acceptance length",
+        "identical",
+    ]
+    blocks.append(Table(columns=columns, rows=rows, caption="All settings"))
+    return SectionParts(title=title, blocks=[*blocks, *_terms(record.body.get("definitions"))])

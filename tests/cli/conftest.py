@@ -100,3 +100,114 @@ def gguf_of_rule(tmp_path: Path, tiny_model_factory: Callable[..., Path]) -> Cal
         return write_gguf(tmp_path / f"{rule or 'none'}.gguf", folder, rule)
 
     return make
+
+
+def _answers(name: str, committed: list[int], seconds: float) -> list[dict[str, Any]]:
+    steps = [10 if name != "plain" else count for count in committed]
+    return [
+        {
+            "id": f"p{index}",
+            "category": "aabb"[index],
+            "tokens": 20,
+            "seconds": [seconds],
+            "verify_steps": verified,
+            "committed": count,
+            "accepted": 0 if name == "plain" else count - 10,
+            "drafted": 0 if name == "plain" else 20,
+        }
+        for index, (count, verified) in enumerate(zip(committed, steps, strict=True))
+    ]
+
+
+def _row(name: str, rate: float, acceptance: dict[str, Any], **more: Any) -> dict[str, Any]:
+    counted = {
+        "verify_steps": 40,
+        "acceptance_rate_per_node": acceptance["acceptance_rate"],
+        "nodes_per_depth": acceptance["steps_per_depth"],
+        "acceptance_per_depth": [],
+        "acceptance_per_depth_conditional": [],
+    }
+    return {
+        "setting": name,
+        "rule": "greedy",
+        "lossless": True,
+        "prompts": 4,
+        "tokens": 80,
+        "tokens_per_second": rate,
+        "acceptance": counted | acceptance,
+        **more,
+    }
+
+
+def made_run() -> dict[str, Any]:
+    """A bench of four prompts in two categories whose figures are counted by hand."""
+    plain = {
+        "drafted": 0,
+        "accepted": 0,
+        "committed": 40,
+        "acceptance_length": 1.0,
+        "acceptance_rate": None,
+        "steps_per_depth": [],
+        "accepted_per_depth": [],
+        "acceptance_length_interval": [1.0, 1.0],
+        "acceptance_length_by_category": {"a": 1.0, "b": 1.0},
+    }
+    drafted = {
+        "drafted": 80,
+        "accepted": 30,
+        "committed": 60,
+        "acceptance_length": 1.5,
+        "acceptance_rate": 0.4,
+        "steps_per_depth": [40, 40],
+        "accepted_per_depth": [20, 10],
+        "acceptance_per_depth": [0.5, 0.25],
+        "acceptance_per_depth_conditional": [0.5, 0.5],
+        "acceptance_length_interval": [1.35, 1.65],
+        "acceptance_length_by_category": {"a": 1.4, "b": 1.6},
+    }
+    gain = {"speedup": 2.0, "speedup_interval": [1.9, 2.1], "speedup_by_category": {}, "identical": 3}
+    return {
+        "schema": "specdec.bench/1",
+        "target": "tiny",
+        "data": "made",
+        "settings": [_row("plain", 20.0, plain), _row("draft chain:2", 40.0, drafted, **gain)],
+        "run": {
+            "schema": "specdec.run/1",
+            "command": ["specdec", "bench", "tiny", "--data", "my prompts.jsonl"],
+            "started_at": "2026-12-01T00:00:00+00:00",
+            "versions": {"python": "3.11", "torch": "2.13"},
+            "git": {"revision": "abc123", "dirty": True},
+            "hardware": {"cpu": "A CPU", "cores": 2, "memory_gib": 4.0, "torch_threads": 1, "gpus": []},
+            "dtype": "float32",
+            "seeds": {"sampling": 0},
+            "template_hash": "t",
+            "data_hash": "d",
+            "defaults": {"max_tokens": 20, "batch_size": 1, "temperature": 0.0},
+            "extra": {},
+        },
+        "definitions": {},
+        "per_prompt": {
+            "plain": _answers("plain", [10, 10, 10, 10], 1.0),
+            "draft chain:2": _answers("draft", [13, 15, 15, 17], 0.5),
+        },
+    }
+
+
+@pytest.fixture
+def bench_record(tmp_path: Path, valid_record: Callable[[dict[str, Any]], None]) -> Callable[..., Path]:
+    """Call with (change=None, name="bench.json"): the made run as a file, after `change` had it in hand.
+
+    Without a change it follows the published schema.
+    """
+
+    def make(change: Callable[[dict[str, Any]], Any] | None = None, name: str = "bench.json") -> Path:
+        body = made_run()
+        if change is None:
+            valid_record(body)
+        else:
+            change(body)
+        path = tmp_path / name
+        path.write_text(json.dumps(body))
+        return path
+
+    return make

@@ -155,8 +155,8 @@ def test_the_command_writes_table_picture_and_json(
     record = json.loads((out / "study.json").read_text())
     assert record["run"]["defaults"]["train_tokens"] == 40
     valid_record(record)
-    for line in (out / "arms.jsonl").read_text().splitlines():
-        valid_record(json.loads(line))
+    for path in (out / "arms").rglob("result.json"):
+        valid_record(json.loads(path.read_text()))
 
 
 @pytest.mark.parametrize(
