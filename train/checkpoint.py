@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -101,8 +102,16 @@ def latest_state(folder: Path) -> Path | None:
     return paths[-1] if paths else None
 
 
-def load_state(path: Path, contract: Mapping[str, Any]) -> TrainState:
-    """Read a checkpoint and refuse one of a differently configured run, naming the first difference."""
+def load_state(
+    path: Path, contract: Mapping[str, Any], absent: Mapping[str, Any] = MappingProxyType({})
+) -> TrainState:
+    """Read a checkpoint and refuse one of a differently configured run, naming the first difference.
+
+    Args:
+        path: the checkpoint.
+        contract: of the run that resumes.
+        absent: what an entry stands for that a contract lacks: options younger than the checkpoint.
+    """
     try:
         raw = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
@@ -111,7 +120,7 @@ def load_state(path: Path, contract: Mapping[str, Any]) -> TrainState:
         ) from error
     state = TrainState(**raw)
     for key in sorted(set(state.contract) | set(contract)):
-        old, new = state.contract.get(key), contract.get(key)
+        old, new = (side.get(key, absent.get(key)) for side in (state.contract, contract))
         if old != new:
             raise OtherRunError(
                 f"{key} ({new}) differs from the run being resumed ({old}); use the same value, another "

@@ -20,6 +20,20 @@ STORAGE_DTYPES = ("float16", "bfloat16")
 Schedule = Literal["cosine", "wsd"]
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "wsd")
 
+# options younger than checkpoints that people have: a run without them is one with their defaults
+LATER_OPTIONS = (
+    "distill_top_k",
+    "schedule",
+    "decay_ratio",
+    "ema",
+    "embed",
+    "hidden_size",
+    "norm_before_residual",
+    "norm_before_fc",
+    "attention_bias",
+    "qk_norm",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

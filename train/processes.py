@@ -1,4 +1,4 @@
-"""The processes of a training run: one, or several started by `accelerate launch` or `torchrun`.
+"""The processes of a training run: one, or several started by `torchrun`, or on cards by `accelerate launch`.
 
 Owns who is who, what is summed over processes, and how the trained module is wrapped: data parallel by
 accelerate, or weights, gradients and optimiser state in shards (FSDP, torch's `fully_shard`, which runs on

@@ -58,21 +58,6 @@ FREE_OPTIONS = frozenset(
         "device_map",
     }
 )
-# options younger than checkpoints that people have: at their defaults a run is what it was without them.
-LATER_OPTIONS = frozenset(
-    {
-        "distill_top_k",
-        "schedule",
-        "decay_ratio",
-        "ema",
-        "embed",
-        "hidden_size",
-        "norm_before_residual",
-        "norm_before_fc",
-        "attention_bias",
-        "qk_norm",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,12 +289,7 @@ def _train(
 
 def _contract(parts: Prepared, config: TrainConfig, init_from: str | Path | None) -> dict[str, Any]:
     """What a resumed run must agree on."""
-    default = asdict(TrainConfig())
-    options = {
-        key: value
-        for key, value in asdict(config).items()
-        if key not in FREE_OPTIONS and not (key in LATER_OPTIONS and value == default[key])
-    }
+    options = {key: value for key, value in asdict(config).items() if key not in FREE_OPTIONS}
     return options | {
         "adam_betas": list(config.adam_betas),
         "boundaries": list(parts.head.config.boundaries),
@@ -350,6 +330,7 @@ def _speed(
         "flop_per_second": round(flop / outcome.new_seconds, -6),
         "matrix_flop_per_second": round(rate, -6),
         "flop_utilisation": round(flop / outcome.new_seconds / (rate * processes.world), 4),
+        "seconds_by_part": {name: round(value, 2) for name, value in trainer.parts.seconds.items()},
         "peak_bytes": peak_bytes(processes.device),
         "memory_parts": memory,
         "memory_parts_sum": total_bytes(memory),

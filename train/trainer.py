@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from specdec.train.batching import (
     split_micro,
 )
 from specdec.train.checkpoint import TrainState, latest_state, load_state, save_state
-from specdec.train.config import TrainConfig
+from specdec.train.config import LATER_OPTIONS, TrainConfig
 from specdec.train.loss import UnrolledLoss
 from specdec.train.metrics import MetricsLog, StepNumbers
 from specdec.train.objective import Objective
@@ -48,6 +49,7 @@ from specdec.train.processes import (
 from specdec.train.schedule import learning_rate
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StateSource
+from specdec.train.step_parts import StepParts, memory_named
 
 # steps timed before --max-hours is turned into a number of steps: the first ones also fill caches.
 TIMING_STEPS = (10, 30)
@@ -141,6 +143,7 @@ class Trainer:
         self.seconds = 0.0
         self.total_steps = config.steps or self._epoch_steps()
         self._stop = threading.Event()
+        self.parts = StepParts()
         self.log = MetricsLog(folder, report, writes=self.processes.main, track=track)
 
     def _epoch_steps(self) -> int:
@@ -168,7 +171,10 @@ class Trainer:
         path = self.processes.from_main(latest_state(self.folder) if self.processes.main else None)
         if path is None:
             return None
-        state = self.processes.from_main(load_state(path, self.contract) if self.processes.main else None)
+        absent = {name: getattr(TrainConfig(), name) for name in LATER_OPTIONS}
+        state = self.processes.from_main(
+            load_state(path, self.contract, absent) if self.processes.main else None
+        )
         load_weights(self.head, state.weights)
         load_optimizer(self.optimizer, state.optimizer)
         if self.average is not None:
@@ -287,10 +293,8 @@ class Trainer:
         per_step = seconds / (TIMING_STEPS[1] - TIMING_STEPS[0])
         fitting = self.processes.from_main(self.step + max(0, int(left / per_step)))
         if fitting < self.total_steps:
-            self.report(
-                f"--max-hours {self.config.max_hours:g}: ends at step {fitting}, not {self.total_steps} as "
-                f"asked for"
-            )
+            asked, hours = self.total_steps, self.config.max_hours
+            self.report(f"--max-hours {hours:g}: ends at step {fitting}, not {asked} as asked for")
             self.total_steps = max(fitting, self.step + 1)
 
     def _step(self, batch: Sequence[int], measure: bool) -> tuple[StepNumbers, bool]:
@@ -304,14 +308,19 @@ class Trainer:
         parameters = list(self.head.parameters())
         norm = float(whole(nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)))
         self._guard(norm, "gradient norm", batch)
-        self.optimizer.step()
-        if self.average is not None:
-            assert self.config.ema is not None, "an average is kept when asked for"
-            with torch.no_grad():
-                for name, parameter in self.head.named_parameters():
-                    if name in self.average:
-                        self.average[name].lerp_(parameter, 1 - self.config.ema)
+        with self.parts.timed("optimiser"):
+            self.optimizer.step()
+            self._average()
         return found.stepped(grad_norm=norm, lr=rate), stopped
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self.average is None:
+            return
+        assert self.config.ema is not None, "an average is kept when asked for"
+        for name, parameter in self.head.named_parameters():
+            if name in self.average:
+                self.average[name].lerp_(parameter, 1 - self.config.ema)
 
     def gradients(self, batch: Sequence[int], measure: bool) -> tuple[StepNumbers, bool]:
         """Gradients of a batch, normalised by the trained weight of all of it, over all processes."""
@@ -335,10 +344,19 @@ class Trainer:
             # every process takes part in as many passes: one without work repeats a sequence for nothing
             idle = number >= len(mine)
             micro = [self._smallest(batch)] if idle else mine[number]
-            with self.processes.backward_pass(last=number == count - 1):
-                output = self._forward(micro, weights, measure, batch)
+            sequences = [self.sequences[index] for index in micro]
+            with (
+                memory_named(partial(self._described, micro, batch)),
+                self.processes.backward_pass(last=number == count - 1),
+            ):
+                with self.parts.timed("states"):
+                    states = self.source.fetch(sequences)
+                packed = pack(sequences, states, [weights[index] for index in micro])
+                with self.parts.timed("forward and loss"):
+                    output: UnrolledLoss = self.objective(packed.to(self.processes.device), measure)
                 loss = output.loss * 0 if idle else output.loss
-                self.processes.accelerator.backward(loss * world / total)
+                with self.parts.timed("backward"):
+                    self.processes.accelerator.backward(loss * world / total)
             if not idle:
                 sums[0] += float(output.loss.detach())
                 sums[2:] += torch.cat((output.slots, output.hits, output.overlap)).double().cpu()
@@ -354,22 +372,13 @@ class Trainer:
     def _smallest(self, batch: Sequence[int]) -> int:
         return min((index for index in batch if self.rows[index]), key=lambda index: self.rows[index])
 
-    def _forward(
-        self, micro: Sequence[int], weights: Mapping[int, Tensor], measure: bool, batch: Sequence[int]
-    ) -> UnrolledLoss:
-        sequences = [self.sequences[index] for index in micro]
-        try:
-            packed = pack(sequences, self.source.fetch(sequences), [weights[index] for index in micro])
-            output: UnrolledLoss = self.objective(packed.to(self.processes.device), measure)
-        except torch.OutOfMemoryError as error:
-            longest = max(len(sequence.token_ids) for sequence in sequences)
-            raise SpecdecError(
-                f"out of memory in step {self.step + 1}: {sum(self.rows[i] for i in micro)} rows of "
-                f"{sum(self.rows[i] for i in batch)} in the batch, longest conversation {longest} tokens, "
-                f"draft vocabulary {len(self.head.vocab)}; lower --micro-batch-tokens, then --max-length or "
-                "--draft-vocab-size"
-            ) from error
-        return output
+    def _described(self, micro: Sequence[int], batch: Sequence[int]) -> str:
+        longest = max(len(self.sequences[index].token_ids) for index in micro)
+        return (
+            f"step {self.step + 1}: {sum(self.rows[i] for i in micro)} rows of "
+            f"{sum(self.rows[i] for i in batch)} in the batch, longest conversation {longest} tokens, "
+            f"draft vocabulary {len(self.head.vocab)}"
+        )
 
     def _guard(self, value: float, what: str, batch: Sequence[int]) -> None:
         """Stop before the weights are touched by a number that is not finite."""
@@ -379,8 +388,7 @@ class Trainer:
         kept = latest_state(self.folder)
         raise SpecdecError(
             f"{what} ({value}) of step {self.step + 1} is not finite, in a batch of samples {names}; the "
-            f"weights are "
-            f"as after step {self.step}, the last checkpoint is {kept.name if kept else 'none'}. "
+            f"weights are as after step {self.step}, the last checkpoint is {kept.name if kept else 'none'}. "
             "Lower --lr or leave the sample out"
         )
 

@@ -85,11 +85,18 @@ def test_averaged_weights_are_what_is_saved_as_a_draft(
         assert not torch.equal(tensor, state["weights"][name]), name
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+    ],
+)
 def test_memory_that_runs_out_names_what_to_lower(
-    run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr("specdec.train.objective.unrolled_loss", full)
     with pytest.raises(
@@ -194,3 +201,22 @@ def test_tensorboard_gets_the_numbers_of_the_log(run: Callable[..., TrainResult]
     losses = [entry["loss"] for entry in entries if "loss" in entry]
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
     assert "greedy/1" in events.Tags()["scalars"]
+
+
+def test_a_checkpoint_older_than_an_option_stands_for_its_default(run: Callable[..., TrainResult]) -> None:
+    folder = run(config=replace(BASE, steps=2)).folder
+    path = latest_state(folder)
+    assert path is not None
+    state = torch.load(path, weights_only=True)
+    for name in ("schedule", "ema", "decay_ratio"):
+        del state["contract"][name]
+    torch.save(state, path)
+    assert run(config=replace(BASE, steps=2)).outcome.new_steps == 0
+    with pytest.raises(SpecdecError, match=r"^schedule \(wsd\) differs .* \(cosine\)"):
+        run(config=replace(BASE, steps=2, schedule="wsd"))
+
+
+def test_the_time_of_a_step_is_told_by_part(run: Callable[..., TrainResult]) -> None:
+    summary = run().summary
+    assert set(summary["seconds_by_part"]) == {"states", "forward and loss", "backward", "optimiser"}
+    assert sum(summary["seconds_by_part"].values()) <= summary["seconds"] + 0.1
