@@ -27,9 +27,9 @@ def load_sweep(
 ) -> None:
     """Measure adaptive speculation against fixed settings and none, from one client to many.
 
-    All settings answer the same requests in turn, in one process, on the same weights; every client sends its
-    next request when its last is answered. A fixed setting that is clearly the slower one is left out of
-    further turns, and of higher loads. Example:
+    All settings answer the same requests side by side, a step of each in turn, on the same weights; every
+    client sends its next request when its last is answered. A fixed setting that is clearly the slower one is
+    left out of further turns, and of higher loads. Example:
 
     specdec load-sweep smollm2-135m --draft smollm2-135m --out load-sweep
     """

@@ -1,8 +1,8 @@
 """The grid of a load sweep: prompts, turns in order, what is left out, the record and the picture.
 
 Turns go over the whole grid one after another, so that a sweep cut short by its time has whole turns of every
-point; every turn is written down when it is done, and a second run goes on behind the last. Which fixed
-settings are left out where is decided from what was written down, so a run that goes on decides alike.
+point; every point's turn is written down when it is done, and a second run goes on behind the last. Which
+fixed settings are left out where is decided from what was written down, so a run that goes on decides alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from specdec.cli.console import format_interval, print_table, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file
 from specdec.cli.load_sweep_figures import DEFINITIONS, is_slower, point_figures
 from specdec.cli.load_sweep_picture import draw_load_sweep
-from specdec.cli.load_sweep_turns import ADAPTIVE, OFF, LoadEngines, TurnSetting, run_turn
+from specdec.cli.load_sweep_turns import (
+    ADAPTIVE,
+    OFF,
+    ClosedLoop,
+    LoadEngines,
+    TurnSetting,
+    run_side_by_side,
+)
 from specdec.cli.load_traffic import prefix_texts
 from specdec.cli.measure import BenchPrompt
 from specdec.cli.outputs import require_writable
@@ -36,10 +43,11 @@ SCHEMA = "specdec.load_sweep/1"
 SHARED_PREFIX, BEHIND_PREFIX = "shared-prefix", "mt_bench"
 # longer prompts measure reading, not writing
 MOST_PROMPT_TOKENS = 320
+FEWEST_REQUESTS = 6
 # a fixed setting with less than this of the best one's speed gets no further turn at its point ...
-HOPELESS = 0.8
+HOPELESS = 0.85
 # ... and with less than this none at higher loads, where rows are dearer
-HOPELESS_ABOVE = 0.7
+HOPELESS_ABOVE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +78,8 @@ class _Key:
 
 
 def requests_of(clients: int) -> int:
-    """Requests of a turn: every client has one, and some have two, so that ends and beginnings mix."""
-    return clients + min(clients, 2)
+    """Requests of a turn: every client has one, and some have more, so that ends and beginnings mix."""
+    return max(FEWEST_REQUESTS, clients + 2)
 
 
 def settings_of(options: LoadSweepOptions) -> list[TurnSetting]:
@@ -174,47 +182,52 @@ def _measure(
     path = options.out / "turns.jsonl"
     with progress("points", len(grid)) as bar:
         for number, (turn, data, clients) in enumerate(grid):
-            shift = (turn + number) % len(settings)
-            for setting in [*settings[shift:], *settings[:shift]]:
-                key = _Key(data, clients, setting.name, turn)
-                if key in done or _left_out(done, key, settings, options):
-                    continue
-                if options.max_minutes and time.monotonic() - started > 60 * options.max_minutes:
-                    say(f"--max-minutes ({options.max_minutes:g}) reached in turn {turn + 1}")
-                    return
-                if engines is None:
-                    # weights are read only when something is left to do
-                    engines = LoadEngines(
-                        folder,
-                        options.draft,
-                        settings,
-                        most_clients=max(options.clients),
-                        longest=longest + options.max_tokens,
-                    )
-                    _warm_up(engines, settings, prompts[data][:2], options.max_tokens)
-                chosen = list(_turn_prompts(prompts[data], requests_of(clients), turn))
-                record = run_turn(
-                    engines.of(setting),
-                    setting,
-                    chosen,
-                    clients=clients,
-                    max_tokens=options.max_tokens,
-                    salt=f"{data} {clients} {setting.name} {turn}",
+            keys = [_Key(data, clients, setting.name, turn) for setting in settings]
+            missing = [
+                setting
+                for setting, key in zip(settings, keys, strict=True)
+                if key not in done and not _left_out(done, key, settings, options)
+            ]
+            if missing and options.max_minutes and time.monotonic() - started > 60 * options.max_minutes:
+                say(f"--max-minutes ({options.max_minutes:g}) reached in turn {turn + 1}")
+                return
+            if missing and engines is None:
+                # weights are read only when something is left to do
+                engines = LoadEngines(
+                    folder,
+                    options.draft,
+                    settings,
+                    most_clients=max(options.clients),
+                    longest=longest + options.max_tokens,
                 )
-                done[key] = record
+                warm_up = prompts[data][:2]
+                run_side_by_side(_loops(engines, missing, warm_up, 2, min(16, options.max_tokens), "none"))
+            if missing:
+                assert engines is not None, "engines were just made"
+                requests = list(_turn_prompts(prompts[data], requests_of(clients), turn))
+                salt = f"{data} {clients} {turn}"
+                loops = _loops(engines, missing, requests, clients, options.max_tokens, salt)
+                run_side_by_side(loops)
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**asdict(key), "record": record}) + "\n")
-                bar.update(number, f"({data}, {clients} clients, {setting.name}, turn {turn + 1})")
-            bar.update(number + 1)
+                    for loop in loops:
+                        key = _Key(data, clients, loop.setting.name, turn)
+                        done[key] = loop.record()
+                        file.write(json.dumps({**asdict(key), "record": done[key]}) + "\n")
+            bar.update(number + 1, f"({data}, {clients} clients, turn {turn + 1})")
 
 
-def _warm_up(
-    engines: LoadEngines, settings: Sequence[TurnSetting], prompts: list[BenchPrompt], max_tokens: int
-) -> None:
-    for setting in settings[:3]:
-        run_turn(
-            engines.of(setting), setting, prompts, clients=2, max_tokens=min(16, max_tokens), salt="uncounted"
-        )
+def _loops(
+    engines: LoadEngines,
+    settings: Sequence[TurnSetting],
+    requests: list[BenchPrompt],
+    clients: int,
+    max_tokens: int,
+    salt: str,
+) -> list[ClosedLoop]:
+    return [
+        ClosedLoop(engines.of(setting), setting, requests, clients=clients, max_tokens=max_tokens, salt=salt)
+        for setting in settings
+    ]
 
 
 def _turn_prompts(prompts: list[BenchPrompt], count: int, turn: int) -> Iterator[BenchPrompt]:

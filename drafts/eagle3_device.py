@@ -111,7 +111,9 @@ class DeviceEagle3Drafter:
     @torch.inference_mode()
     def absorb(self, sequences: list[Sequence]) -> None:
         """Make the rows whose true states are pending; none for texts beyond the head's context."""
-        open_ones = [seq for seq in sequences if seq.num_computed > seq.draft_computed]
+        # the last row of a text whose reading has ended is left: a draft begins with its output
+        read = [seq for seq in sequences if seq.is_finished or seq.is_prefilling]
+        open_ones = [seq for seq in read if seq.num_computed > seq.draft_computed]
         if inside := [seq for seq in open_ones if len(seq.token_ids) <= self._context]:
             self._catch_up(inside)
 

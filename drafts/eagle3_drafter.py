@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 # one drafting pass costs about this much of a plain decoding step, and the first pass of a proposal
 # (new true rows) counts as one; measured with `specdec bench` on SmolLM2-135M
 PASS_COST = 0.07
-# true rows of one sequence per pass: bounds the scores of a long prompt, [heads, rows, context]
+# true rows of one sequence per pass: bounds the memory of a long prompt
 CATCH_UP_ROWS = 512
+# up to so many true rows are cheaper in one full pass with the others than in one of their own
+FEW_ROWS = 8
 
 
 @dataclass
@@ -130,10 +132,13 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def absorb(self, sequences: list[Sequence]) -> None:
-        """Make the rows whose true states are pending; none for texts beyond the head's context."""
-        open_ones = [seq for seq in sequences if seq.num_computed > seq.draft_computed]
-        if inside := [seq for seq in open_ones if len(seq.token_ids) <= self._context]:
-            self._catch_up(inside)
+        """Make the rows whose true states are pending; none for texts beyond the head's context.
+
+        The last row of a text that goes on is left: a draft begins with its output.
+        """
+        for seq in sequences:
+            if len(seq.token_ids) <= self._context:
+                self._store_rows(seq, seq.num_computed - seq.draft_computed - (not seq.is_finished))
 
     @torch.inference_mode()
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
@@ -195,18 +200,38 @@ class Eagle3Drafter:
             hidden = self._grow_rows(growths, scratches, hidden[torch.tensor(parents)])
 
     def _catch_up(self, sequences: list[Sequence]) -> Tensor:
-        """Compute the rows whose true states are new, long prompts in chunks.
+        """Compute the rows whose true states are new, of many the last one alone in full.
 
         Returns:
             The last row's layer output of every sequence [seqs, hidden].
         """
         for seq in sequences:
-            while seq.num_computed - seq.draft_computed > CATCH_UP_ROWS:
-                self._true_rows([seq], CATCH_UP_ROWS)
-        return self._true_rows(sequences, CATCH_UP_ROWS)
+            if (rows := seq.num_computed - seq.draft_computed) > FEW_ROWS:
+                self._store_rows(seq, rows - 1)
+        return self._true_rows(sequences)
 
-    def _true_rows(self, sequences: list[Sequence], limit: int) -> Tensor:
-        """Compute at most `limit` of each sequence's new rows; the last output of each [seqs, hidden]."""
+    def _store_rows(self, seq: Sequence, count: int) -> None:
+        """Make so many of a sequence's new rows, as far as others read them."""
+        while count > 0:
+            first, rows = seq.draft_computed, min(count, CATCH_UP_ROWS)
+            pending = _joined(seq.pending_states)
+            seq.pending_states = [pending[rows:]] if rows < len(pending) else []
+            slots = self._cache.slots(seq.block_table, first, first + rows)
+            tokens = seq.token_ids[first + 1 : first + rows + 1]
+            packed = torch.tensor([tokens, list(range(first, first + rows)), slots])
+            self._loop.store(
+                pending[:rows].float(),
+                packed[0],
+                packed[1],
+                self._cache.data[0],
+                packed[2],
+                slots[0] if are_consecutive(slots) else -1,
+            )
+            seq.draft_computed = first + rows
+            count -= rows
+
+    def _true_rows(self, sequences: list[Sequence]) -> Tensor:
+        """Compute each sequence's new rows in one pass; the last output of each [seqs, hidden]."""
         states: list[Tensor] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -215,11 +240,10 @@ class Eagle3Drafter:
         last_rows: list[int] = []
         for seq in sequences:
             first = seq.draft_computed
-            rows = min(limit, seq.num_computed - first)
+            rows = seq.num_computed - first
             assert rows > 0, "a proposal needs at least one new true state"
-            pending = _joined(seq.pending_states)
-            states.append(pending[:rows])
-            seq.pending_states = [pending[rows:]] if rows < len(pending) else []
+            states.append(_joined(seq.pending_states)[:rows])
+            seq.pending_states = []
             row_positions = list(range(first, first + rows))
             attention.append(
                 SequenceAttention(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.drafts.eagle3 import Eagle3Head
-from specdec.models.layer_loop import gated, rms, rotate, store_and_attend
+from specdec.models.layer_loop import gated, rms, rotate, store_and_attend, store_rows
 from specdec.models.layers import Linear, Storage, fits_fp16, packing_available
 from specdec.models.matrices import Matrices
 from specdec.models.rope import RotaryEmbedding
@@ -152,18 +152,10 @@ class HeadLoop(Matrices):
             gathers: .
             biases: .
         """
-        embeds = self.embed_tokens.index_select(0, tokens).float()
-        normed = rms(features, self.hidden_norm, self.eps)
-        x = torch.cat([rms(embeds, self.embed_norm, self.eps), normed], 1)
-        qkv = self.product(1, x).view(x.size(0), -1, self.head_dim)
-        turned = qkv.size(1) - cache.size(1)
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        queries_keys = qkv.narrow(1, 0, turned)
-        if self.qk_norm:
-            queries_keys = rms(queries_keys, self.turned_norms, self.eps)
+        normed, rotated, values = self.projected(features, tokens, positions, cache.size(1))
         attended = store_and_attend(
-            rotate(queries_keys, cos, sin),
-            qkv.narrow(1, turned, cache.size(1)),
+            rotated,
+            values,
             cache.select(0, 0),
             cache.select(0, 1),
             slots,
@@ -177,6 +169,44 @@ class HeadLoop(Matrices):
         )
         y = (normed if self.norm_before_residual else features) + self.product(2, attended)
         return y.add_(self.product(4, gated(self.product(3, rms(y, self.post_norm, self.eps)))))
+
+    def projected(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed features of rows, their queries and keys turned to their positions, and their values."""
+        embeds = self.embed_tokens.index_select(0, tokens).float()
+        normed = rms(features, self.hidden_norm, self.eps)
+        x = torch.cat([rms(embeds, self.embed_norm, self.eps), normed], 1)
+        qkv = self.product(1, x).view(x.size(0), -1, self.head_dim)
+        turned = qkv.size(1) - kv_heads
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        queries_keys = qkv.narrow(1, 0, turned)
+        if self.qk_norm:
+            queries_keys = rms(queries_keys, self.turned_norms, self.eps)
+        return normed, rotate(queries_keys, cos, sin), qkv.narrow(1, turned, kv_heads)
+
+    @torch.jit.export
+    def store(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        first_slot: int,
+    ) -> None:
+        """Store keys and values of true rows: all that other rows ever read of them, the head has one layer.
+
+        Args:
+            states: taps of the rows [R, taps, target_hidden].
+            tokens: as in `forward`, like the others.
+            positions: .
+            cache: .
+            slots: .
+            first_slot: .
+        """
+        _, rotated, values = self.projected(self.fuse(states), tokens, positions, cache.size(1))
+        store_rows(rotated, values, cache.select(0, 0), cache.select(0, 1), slots, first_slot)
 
     @torch.jit.export
     def chains(

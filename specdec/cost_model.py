@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 # how much longer a context the cost of context is taken from, and with how many rows
 FURTHER, FURTHER_ROWS = 512, 8
-REPEATS = 3
+REPEATS = 9
 # processor time; a target that takes longer keeps the table that comes with the program
 BUDGET_SECONDS = 3.0
 MAX_AGE_SECONDS = 14 * 24 * 3600.0

@@ -266,15 +266,17 @@ class Engine:
             watch.end("verify")
             self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         tell_budget(self.budget, plan, trees, results, watch.cpu if flight is None else None)
+        read = [share.seq for share in plan if share.is_prefill and share.seq.spec]
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output, index)
-            if self.prefixes is not None and not share.seq.is_finished:
-                self.prefixes.index(share.seq)
-        self.pipeline.committed()
         if self._tap_drafter is not None:
-            # a long prompt's states would pile up until its first draft
-            reading = (share.seq for share in plan if share.seq.is_prefilling and not share.seq.is_finished)
-            self._tap_drafter.absorb([seq for seq in reading if seq.spec])
+            # states would pile up until the first draft, and others could not share the prompt until then
+            self._tap_drafter.absorb([seq for seq in read if not seq.is_finished])
+        if self.prefixes is not None:
+            for share in plan:
+                if not share.seq.is_finished:
+                    self.prefixes.index(share.seq)
+        self.pipeline.committed()
         watch.end("commit")
         self.times.add(watch)
 

@@ -37,8 +37,8 @@ PROBE_SHARE = 0.01
 RARER, RAREST = 0.9, 0.2
 # probes that may be saved up for, in one-row passes: a long text's states are many rows to read
 MOST_CREDIT = 4.0
-# a head's row that makes no logits costs about so much of one that does
-SILENT_ROW = 0.6
+# a row that is only stored costs the head about so much of one that is drafted from
+SILENT_ROW = 0.3
 # steps over which the reading of what was written meanwhile is spread: about as long as estimates look back
 HORIZON = 16
 # nodes that may be taken without a gain before the search ends: costs have steps
@@ -216,7 +216,9 @@ class NodeBudget:
             if depth > reached[place]:
                 reached[place] = depth
                 others = at_depth.get(depth, 0)
-                drafting += each.pass_cost * (of(others + 1) - (of(others) if others else 0.0))
+                more_rows = of(others + 1) - (of(others) if others else 0.0)
+                # the first pass of a proposal also reads what was just committed
+                drafting += each.pass_cost * more_rows * (2 if depth == 1 else 1)
                 at_depth[depth] = others + 1
                 if depth == 1:
                     catch_up += each.catch_up
@@ -242,7 +244,7 @@ class NodeBudget:
         probe = min(due, key=lambda each: each.catch_up)
         table = self.costs.table
         row = table.of(table.worth(rows + 1, tokens)) - table.of(table.worth(rows, tokens))
-        price = row + self.costs.drafting * (probe.pass_cost + probe.catch_up)
+        price = row + self.costs.drafting * (2 * probe.pass_cost + probe.catch_up)
         if price > self.credit or not self._may_hope(asking, probe, tokens, rows, time):
             return None
         self._probed = {probe.seq.seq_id: price}

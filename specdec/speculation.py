@@ -23,7 +23,7 @@ LONGEST_PROBE_WAIT = 8 * PROBE_EVERY  # a probe that did not pay doubles the wai
 BEST_ACCEPTANCE = 0.8  # that a probe may hope for
 PROBE_GAIN = 1.05  # what such a hope must promise beside plain decoding
 LEAST_GAIN = 1.02  # what drafting must promise: an estimate that breaks even may as well be a loss
-EXPECTED_ACCEPTANCE = 0.6  # of a drafted token, before anything was seen
+EXPECTED_ACCEPTANCE = 0.5  # of a drafted token, before anything was seen
 # how often the target goes on to a node's child of a rank, beside its first child: the shipped draft on
 # MT-bench accepts 0.42 of first tokens in chains and 0.55 of the best four
 RANK_RATIOS = (1.0, 0.16, 0.09, 0.065)

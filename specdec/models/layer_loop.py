@@ -3,7 +3,7 @@
 Owns the order of operations of a pass over ragged rows, attention over paged KV included. A pass makes some
 nine hundred small tensor operations; called from Python they cost as much as the products of a small model.
 The loop is ordinary Python as well (`script=False`, and where TorchScript has gone), with the same bits. Its
-arithmetic equals `specdec.kernels.reference` and `torch.rms_norm`. Knows nothing of sequences or trees.
+arithmetic equals `kernels.entry_attention` and `torch.rms_norm`. Knows nothing of sequences or trees.
 
 Letters: T rows of the batch, h query heads, k KV heads, d head_dim.
 """
@@ -145,6 +145,26 @@ def attend(
     return output
 
 
+def store_rows(
+    rotated: Tensor,
+    new_values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    first_slot: int,
+) -> None:
+    """Put rows' keys, which come last in `rotated`, and their values into the cache."""
+    kv_heads, stored = key_cache.size(0), slots.size(0)
+    keys = rotated.narrow(1, rotated.size(1) - kv_heads, kv_heads).narrow(0, 0, stored).transpose(0, 1)
+    values = new_values.narrow(0, 0, stored).transpose(0, 1)
+    if first_slot >= 0:
+        key_cache.narrow(1, first_slot, stored).copy_(keys)
+        value_cache.narrow(1, first_slot, stored).copy_(values)
+    else:
+        key_cache.index_copy_(1, slots, keys)
+        value_cache.index_copy_(1, slots, values)
+
+
 def store_and_attend(
     rotated: Tensor,
     new_values: Tensor,
@@ -175,16 +195,8 @@ def store_and_attend(
         gathers: .
         biases: of the layer's window.
     """
-    kv_heads, stored = key_cache.size(0), slots.size(0)
-    heads = rotated.size(1) - kv_heads
-    keys = rotated.narrow(1, heads, kv_heads).narrow(0, 0, stored).transpose(0, 1)
-    values = new_values.narrow(0, 0, stored).transpose(0, 1)
-    if first_slot >= 0:
-        key_cache.narrow(1, first_slot, stored).copy_(keys)
-        value_cache.narrow(1, first_slot, stored).copy_(values)
-    else:
-        key_cache.index_copy_(1, slots, keys)
-        value_cache.index_copy_(1, slots, values)
+    heads = rotated.size(1) - key_cache.size(0)
+    store_rows(rotated, new_values, key_cache, value_cache, slots, first_slot)
     query = rotated.narrow(1, 0, heads).mul_(1.0 / math.sqrt(rotated.size(2)))
     return attend(query, key_cache, value_cache, starts, counts, first_slots, lengths, gathers, biases)
 

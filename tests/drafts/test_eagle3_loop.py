@@ -96,3 +96,25 @@ def test_a_head_that_computes_nan_drafts_nothing(
         r.token_ids for r in Engine(tiny_llama, config=EngineConfig(kv_tokens=1024)).generate(PROMPTS, PARAMS)
     ]
     assert all(result.stats.drafted == 0 for result in results)
+
+
+def test_rows_that_nobody_drafts_from_get_the_keys_and_values_of_a_full_pass(
+    tiny_llama: Path, tmp_path: Path, random_draft: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that end, and all but the last of many late rows, are stored without the rest of the layer."""
+    draft = random_draft(tiny_llama, tmp_path / "head")
+    config = EngineConfig(kv_tokens=256, block_size=4, spec=CHAIN, draft_weights="plain")
+    kept = []
+    for full in (False, True):
+        if full:
+            monkeypatch.setattr(eagle3_drafter, "FEW_ROWS", 10_000)
+            monkeypatch.setattr(Eagle3Drafter, "absorb", lambda self, sequences: None)
+        engine = Engine(tiny_llama, draft=draft, config=config)
+        seq = engine.add(PROMPTS[3], PARAMS[3])
+        engine.step()
+        engine.step()
+        assert isinstance(engine.drafter, Eagle3Drafter)
+        slots = [block * 4 + row for block in seq.block_table for row in range(4)][: seq.draft_computed]
+        kept.append((seq.draft_computed, engine.drafter.caches[0].data[..., slots, :].clone()))
+    assert kept[0][0] == kept[1][0] == 19
+    torch.testing.assert_close(kept[0][1], kept[1][1], rtol=1e-5, atol=1e-6)

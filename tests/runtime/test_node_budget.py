@@ -22,7 +22,7 @@ from specdec.node_budget import SILENT_ROW, NodeBudget
 from specdec.sequence import Sequence
 from specdec.speculation import PROBE_EVERY, CostTable, SpeculationController
 
-PASS_COST = 0.05
+PASS_COST = 0.04
 
 
 @dataclass
@@ -125,6 +125,7 @@ class Load:
             seq.controller.record([1] * nodes, accepted)
         (before, low), (after, high) = self.true.points[-2:]
         drafting = PASS_COST * sum(map(self.true.of, depths.values()))
+        drafting += PASS_COST * self.true.of(depths[0]) if depths else 0.0
         drafting += PASS_COST * SILENT_ROW * late * (high - low) / (after - before)
         passing = self.true.of(rows)
         self.budget.ran(told, 0.013 * passing, 0.013 * drafting)
@@ -141,6 +142,8 @@ TWO_CORES = CostTable(
 )
 # a card: rows are free for long
 CARD = CostTable(((1, 1.0), (16, 1.08), (64, 1.5), (256, 4.5)))
+
+FREE_ROWS = CostTable(tuple((rows, CARD.of(rows)) for rows, _ in TWO_CORES.points))
 
 
 def always(chance: float) -> Callable[[], float]:
@@ -243,7 +246,7 @@ def test_no_probe_is_made_where_drafts_that_hold_would_not_pay() -> None:
 
 def test_costs_follow_the_steps_and_a_stall_does_not_move_them() -> None:
     """The start believed rows to be free; every tenth step takes a hundred times as long as it should."""
-    costs = LiveCosts(CARD)
+    costs = LiveCosts(FREE_ROWS)
     for step in range(600):
         rows = (1, 2, 4, 8, 16, 32)[step % 6]
         costs.saw_pass(rows, TWO_CORES.of(rows) * 0.01 * (100 if step % 10 == 7 else 1))
@@ -269,12 +272,11 @@ def test_a_machine_that_slows_down_changes_no_ratio_much() -> None:
 
 def test_wrong_beliefs_about_costs_are_corrected_while_serving() -> None:
     """A start that thinks rows are free drafts at once where rows are dear; its steps teach it."""
-    free = CostTable(tuple((rows, CARD.of(rows)) for rows, _ in TWO_CORES.points))
-    told = Load(TWO_CORES, always(0.5), expected=free, learns=True)
+    told = Load(TWO_CORES, always(0.5), expected=FREE_ROWS, learns=True)
     told.run(600, 16)
     off = Load(TWO_CORES, always(0.5), fixed=0).run(100, 16)
     assert told.run(300, 16) > 0.97 * off
-    stubborn = Load(TWO_CORES, always(0.5), expected=free)
+    stubborn = Load(TWO_CORES, always(0.5), expected=FREE_ROWS)
     assert stubborn.run(300, 16) < 0.9 * off
 
 
