@@ -108,8 +108,8 @@ def make_plan(parts: Prepared, out: Path, config: TrainConfig, processes: Proces
         states_bytes=parts.states_bytes,
         disk_bytes=disk,
         disk_free_bytes=free,
-        seconds_per_step=round(per_step, 4),
-        seconds=round(per_step * trainer.total_steps, 1),
+        seconds_per_step=per_step,
+        seconds=per_step * trainer.total_steps,
     )
 
 
