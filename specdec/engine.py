@@ -266,16 +266,15 @@ class Engine:
             watch.end("verify")
             self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         tell_budget(self.budget, plan, trees, results, watch.cpu if flight is None else None)
+        # their states would pile up until the first draft, and nobody could share the prompt until then
         read = [share.seq for share in plan if share.is_prefill and share.seq.spec]
         for index, share in enumerate(plan):
             self._commit(share, trees[index], results[index], output, index)
         if self._tap_drafter is not None:
-            # states would pile up until the first draft, and others could not share the prompt until then
             self._tap_drafter.absorb([seq for seq in read if not seq.is_finished])
         if self.prefixes is not None:
-            for share in plan:
-                if not share.seq.is_finished:
-                    self.prefixes.index(share.seq)
+            for seq in (share.seq for share in plan if not share.seq.is_finished):
+                self.prefixes.index(seq)
         self.pipeline.committed()
         watch.end("commit")
         self.times.add(watch)

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 import specdec
 from specdec.server.engine_loop import EngineLoop
 from specdec.server.metrics import PREFIX
+from specdec.server.speculation_gauges import speculation_gauges
 
 
 class EngineGauges(Collector):
@@ -42,6 +43,7 @@ class EngineGauges(Collector):
         for state in ("drafting", "paused", "off"):
             speculation.add_metric([state], states[state])
         yield speculation
+        yield from speculation_gauges(engine.budget)
         yield _counter("num_preemptions", "Sequences that gave way.", engine.scheduler.num_preemptions)
         yield _counter("engine_steps", "Steps of the engine.", engine.times.steps)
         if engine.prefixes is not None:
