@@ -27,7 +27,7 @@ def selection_sentence(record: Record) -> str:
     """What was chosen, and how steadily."""
     body = record.body
     stability = body.get("stability") or {}
-    steady = stability.get("bootstrap", stability)
+    steady = stability.get("bootstrap", stability) or {}
     said = (
         f"Boundaries {spelled(body['boundaries'])} of 0..{body['target']['num_layers']} of "
         f"{body['target']['name']} were chosen"
