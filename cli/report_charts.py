@@ -213,8 +213,7 @@ def shares(
                 label=name,
                 linewidth=1.5,
             )
-            middle = len(ordered) // 2
-            axes.plot(ordered[middle], heights[middle], look.marker, color=look.color, markersize=5.5)
+            axes.plot(float(np.median(ordered)), 0.5, look.marker, color=look.color, markersize=5.5)
         axes.set_ylim(0, 1.03)
         axes.set_xlabel(unit)
         axes.set_ylabel("share at most this")

@@ -83,10 +83,10 @@ class BenchRow:
 
     @property
     def drafts(self) -> bool:
-        """Whether it is a setting of our engine with speculation."""
-        return (
-            self.setting != PLAIN and "relative" not in self.body and self.body["acceptance"]["drafted"] > 0
-        )
+        """Whether it is a setting of our engine with speculation, even if a policy never let it draft."""
+        # other engines have no verify steps that we could count
+        ours = "relative" not in self.body and self.body["acceptance"]["verify_steps"] > 0
+        return ours and self.setting != PLAIN
 
     @property
     def acceptance(self) -> Mapping[str, Any]:
