@@ -51,6 +51,8 @@ class AnswerPlan:
     seed: int
     order: str
     batch_size: int
+    device: str
+    dtype: str
 
 
 def ordered_prompts(prompts: list[Prompt], order: str, seed: int) -> list[Prompt]:
@@ -132,6 +134,8 @@ def _write(plan: AnswerPlan, prompts: list[Prompt]) -> dict[str, Any]:
     engine = Engine(
         folder,
         config=EngineConfig(
+            device=plan.device,
+            dtype=plan.dtype,
             max_num_seqs=plan.batch_size,
             max_model_len=min(context, plan.max_prompt_tokens + plan.max_tokens),
         ),
@@ -208,6 +212,7 @@ def _origin(plan: AnswerPlan, folder: Path) -> dict[str, Any]:
         "max_tokens": plan.max_tokens,
         "temperature": plan.params.temperature,
         "top_p": plan.params.top_p,
+        "dtype": plan.dtype,
     }
 
 
@@ -215,13 +220,14 @@ def _claim(out: Path, origin: dict[str, Any], *, started: bool) -> None:
     """Write whose answers the file holds before the first one; refuse to go on with others.
 
     Raises:
-        SpecdecError: the file was begun with another target or other sampling.
+        SpecdecError: the file was begun with another target, other sampling or another dtype.
     """
     record = _record_path(out)
     if not started:
         write_json_atomic(record, {"schema": RUN_SCHEMA, "extra": origin})
         return
-    before = read_json(record).get("extra", {}) if record.exists() else {}
+    # records from before there was a choice name no dtype
+    before = {"dtype": "float32", **(read_json(record).get("extra", {}) if record.exists() else {})}
     for name, value in origin.items():
         if before.get(name) != value:
             raise SpecdecError(

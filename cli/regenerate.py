@@ -31,6 +31,8 @@ def regenerate(
     seed: Annotated[int, typer.Option(min=0, help="Order of the prompts, and sampling.")] = 0,
     order: Annotated[str, typer.Option(help="balanced (categories in turn), shuffled or file.")] = "shuffled",
     batch_size: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Let the target answer prompts, for training a draft on its own text.
 
@@ -57,6 +59,8 @@ def regenerate(
             seed=seed,
             order=order,
             batch_size=batch_size,
+            device=device,
+            dtype=dtype,
         )
     )
     emit_json(summary)

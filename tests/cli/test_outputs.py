@@ -72,6 +72,20 @@ def test_regenerate_goes_on_after_a_first_answer_cut_short(
     assert out.read_text() == whole
 
 
+def test_regenerate_does_not_mix_answers_of_two_precisions(
+    tiny_llama: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    command = ["regenerate", str(prompts), "--target", str(tiny_llama), "--out", str(out)]
+    assert main([*command, "--max-tokens", "3", "--dtype", "bfloat16"]) == 0
+    assert json.loads(out.with_suffix(".run.json").read_text())["dtype"] == "bfloat16"
+    written = out.read_text()
+    capsys.readouterr()
+    assert main([*command, "--max-tokens", "3"]) == 1
+    assert "dtype 'bfloat16', not 'float32'" in one_error(capsys)
+    assert out.read_text() == written
+
+
 def test_a_claimed_name_does_not_give_away_a_file_that_is_no_answer(
     tiny_llama: Path, prompts: Path, tmp_path: Path
 ) -> None:
