@@ -7,49 +7,20 @@ they are; of a plain text every token but the first is trained on. Knows nothing
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.hf import encode_text
+from specdec.train.chat_records import ChatData, Dropped
 from specdec.train.masks import ChatMask, chat_mask
 from specdec.train.records import Record, Unusable, data_file, numbered_lines, parse_record
 from specdec.train.sequences import TrainSequence
+from specdec.train.token_cache import through_cache
 
 # a row needs its next token and the one it predicts.
 MIN_TOKENS = 3
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A record left out: its line in the file, counted from 1, and why."""
-
-    line: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class ChatData:
-    """Usable sequences and the dropped records of one file.
-
-    `partly_trained` counts chats of which only the last answer is trained on (see `masks`).
-    """
-
-    sequences: tuple[TrainSequence, ...]
-    dropped: tuple[Dropped, ...]
-    partly_trained: int = 0
-
-    @property
-    def num_answer_tokens(self) -> int:
-        """Tokens the target wrote."""
-        return sum(sequence.num_answer_tokens for sequence in self.sequences)
-
-    def dropped_reasons(self) -> dict[str, int]:
-        """How many records each reason cost, most first."""
-        return dict(Counter(item.reason for item in self.dropped).most_common())
 
 
 def load_chat_data(path: str | Path, tokenizer: Any, *, max_length: int, vocab_size: int) -> ChatData:
@@ -65,6 +36,16 @@ def load_chat_data(path: str | Path, tokenizer: Any, *, max_length: int, vocab_s
         SpecdecError: no file, or no record with a trainable token.
     """
     file = data_file(path)
+    return through_cache(
+        file,
+        tokenizer,
+        max_length=max_length,
+        vocab_size=vocab_size,
+        make=lambda: _load(file, str(path), tokenizer, max_length, vocab_size),
+    )
+
+
+def _load(file: Path, spelling: str, tokenizer: Any, max_length: int, vocab_size: int) -> ChatData:
     sequences: list[TrainSequence] = []
     dropped: list[Dropped] = []
     seen: set[str] = set()
@@ -72,7 +53,7 @@ def load_chat_data(path: str | Path, tokenizer: Any, *, max_length: int, vocab_s
     for number, line in numbered_lines(file):
         try:
             record = parse_record(line, number)
-            rendered = None if record.messages is None else chat_mask(tokenizer, record.messages)
+            rendered = None if record.messages is None else _rendered(tokenizer, record.messages)
             found = list(_sequences(record, rendered, tokenizer, max_length, vocab_size))
             new = [sequence for sequence in found if sequence.content_hash not in seen]
             if not new:
@@ -87,10 +68,20 @@ def load_chat_data(path: str | Path, tokenizer: Any, *, max_length: int, vocab_s
         total, data = len(dropped), ChatData((), tuple(dropped))
         reasons = "; ".join(f"{count} {reason}" for reason, count in data.dropped_reasons().items())
         raise SpecdecError(
-            f"--data ({path}): {total} of {total} samples have no trainable token "
+            f"--data ({spelling}): {total} of {total} samples have no trainable token "
             f"({reasons or 'the file is empty'})"
         )
     return ChatData(tuple(sequences), tuple(dropped), partly)
+
+
+def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> ChatMask:
+    try:
+        return chat_mask(tokenizer, messages)
+    except SpecdecError as error:
+        # a template that refuses one chat (a system turn, with Gemma) has a word for the others
+        if tokenizer.chat_template is None:
+            raise
+        raise Unusable(str(error)) from error
 
 
 def _sequences(

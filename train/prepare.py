@@ -211,4 +211,9 @@ def _describe(chats: ChatData) -> str:
     text = f"{len(chats.sequences)} of {total} records used, {chats.num_answer_tokens:,} answer tokens"
     for reason, count in chats.dropped_reasons().items():
         text += f"; {count} dropped: {reason}"
+    if chats.partly_trained:
+        text += (
+            f"; {chats.partly_trained} chats trained on their last answer alone: the template rewrites "
+            "earlier ones"
+        )
     return text

@@ -11,6 +11,7 @@ import pytest
 
 from specdec.errors import SpecdecError
 from specdec.hf import render_chat
+from specdec.train import chat_data, token_cache
 from specdec.train.chat_data import load_chat_data
 from specdec.train.masks import chat_mask
 
@@ -283,3 +284,56 @@ def test_plain_texts_are_taken_in_pieces_of_which_every_token_but_the_first_is_t
     assert [sequence.id for sequence in from_text[:2]] == ["line-1#0", "line-1#1"]
     with pytest.raises(SpecdecError, match="text is empty"):
         _load(_write(tmp_path / "d.jsonl", [{"text": " "}]), tiny_tokenizer)
+
+
+def test_a_large_file_is_tokenised_once_for_each_template_tokenizer_and_option(
+    with_template: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy is used only where content, template, tokenizer and options are equal, and mended if broken."""
+    monkeypatch.setattr(token_cache, "MIN_BYTES", 0)
+    monkeypatch.setenv("SPECDEC_HOME", str(tmp_path / "home"))
+    asked: list[int] = []
+    real = chat_data.parse_record
+
+    def counted(line: str, number: int) -> Any:
+        asked.append(number)
+        return real(line, number)
+
+    monkeypatch.setattr(chat_data, "parse_record", counted)
+    tokenizer = with_template(CHATML)
+    path = _write(
+        tmp_path / "d.jsonl", [{"messages": TALK, "category": "c"}, {"messages": []}, {"text": "so"}]
+    )
+
+    def load(**options: Any) -> tuple[Any, int]:
+        asked.clear()
+        return _load(path, tokenizer, **options), len(asked)
+
+    made, records = load()
+    assert records == 3
+    again, records = load()
+    assert (again, records) == (made, 0)
+    assert load(max_length=20)[1] == 3
+    tokenizer.chat_template = GEMMA_LIKE
+    assert load()[1] == 3
+    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    assert load()[1] == 3
+    for copy in (tmp_path / "home" / "tokens").iterdir():
+        copy.write_bytes(copy.read_bytes()[:50])
+    assert load()[1] == 3
+    path.write_text(path.read_text().replace("first", "other"))
+    assert load()[1] == 3
+
+
+def test_a_chat_that_the_template_refuses_is_dropped_alone(
+    with_template: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Gemma's template raises on a system turn; the chats without one are trained on."""
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
+    )
+    records = [{"messages": [{"role": "system", "content": "s"}, *TALK]}, {"messages": TALK}]
+    data = _load(_write(tmp_path / "d.jsonl", records), with_template(refusing))
+    assert len(data.sequences) == 1
+    assert "no system turns" in data.dropped[0].reason
