@@ -43,6 +43,7 @@ class LoadRecord:
         completion_tokens: tokens written.
         finish_reason: the choice's.
         speculation: the server's `metrics.speculative_decoding`.
+        failed_s: when it turned out to be no whole answer, after the start of the load.
         error: kind of what went wrong; None for a whole answer.
         detail: more of it.
     """
@@ -59,6 +60,7 @@ class LoadRecord:
     completion_tokens: int | None = None
     finish_reason: str | None = None
     speculation: dict[str, Any] | None = None
+    failed_s: float | None = None
     error: str | None = None
     detail: str | None = None
 
@@ -243,6 +245,7 @@ async def _ask(server: Server, path: str, body: dict[str, Any], record: LoadReco
             )
     except RequestFailed as failure:
         record.error, record.detail = failure.kind, failure.detail
+        record.failed_s = loop.time() - start
     return "".join(texts)
 
 

@@ -31,6 +31,7 @@ DEFINITIONS = {
     "request_goodput": "whole answers that meet every --goodput limit / duration_s",
     "in_flight": "mean number of requests under way: summed e2el / duration_s",
     "late_ms": "due time (arrival, or end of the pause) to sending: no client was free; in no latency",
+    "failed_ms": "request sent to the refusal or failure, of those without a whole answer",
     "cached_tokens": "prompt tokens that the server took from its prefix cache, where it says so",
     "acceptance_length": "committed tokens / verify steps, as the server counts them for each request (vLLM: "
     "1 + accepted / steps, which counts drafts behind an end token)",
@@ -71,6 +72,9 @@ def figures_of(load: Load, *, requests: int, goodput: Mapping[str, float]) -> di
         "itl_ms": distribution([gap * MS for record in whole for gap in record.gaps_s]),
         "e2el_ms": distribution([one["e2el"] for one in latencies]),
         "late_ms": distribution([record.late_s * MS for record in whole]),
+        "failed_ms": distribution(
+            [(one.failed_s - one.sent_s) * MS for one in load.records if one.failed_s is not None]
+        ),
         "acceptance": acceptance_of(whole),
     }
 

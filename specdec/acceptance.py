@@ -25,6 +25,9 @@ from specdec.tree import DraftTree
 from specdec.verification.greedy import GREEDY, verify_greedy
 from specdec.verification.result import TokenKind, VerifyResult
 
+# of a prompt at once: logits of a long one would take gigabytes
+PROMPT_ROWS = 64
+
 
 def verify_step(
     plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
@@ -127,6 +130,27 @@ def _verify(seq: Sequence, tree: DraftTree, logits: TreeLogits) -> VerifyResult:
             next_kind="recovered",
         )
     return result
+
+
+def note_prompt(share: ScheduledSequence, output: StepOutput, row: int) -> None:
+    """Add what a pass says of the prompt tokens behind its rows, where that is asked for.
+
+    Args:
+        share: its rows are not counted yet.
+        output: of the pass.
+        row: its first row in the batch.
+    """
+    seq, num_top = share.seq, share.seq.params.prompt_logprobs
+    if num_top is None or not share.is_prefill:
+        return
+    assert output.row_logits is not None, "a pass over a prompt keeps the states of its rows"
+    # a request that gave way reads its prompt again
+    first = max(seq.num_computed, len(seq.prompt_logprobs)) + 1
+    end = min(seq.num_computed + share.num_rows + 1, seq.prompt_len)
+    for start in range(first, end, PROMPT_ROWS):
+        places = range(start, min(start + PROMPT_ROWS, end))
+        logits = output.row_logits([row + place - 1 - seq.num_computed for place in places])
+        seq.prompt_logprobs += token_logprobs(logits, [seq.token_ids[place] for place in places], num_top)
 
 
 def commit_tokens(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.acceptance import commit_tokens, verify_step
+from specdec.acceptance import commit_tokens, note_prompt, verify_step
 from specdec.admission import Admission, grammars_of
 from specdec.blocks import BlockManager
 from specdec.config import EngineConfig, ModelConfig, check_shared
@@ -348,14 +348,14 @@ class Engine:
         index: int,
     ) -> None:
         """Keep a sequence's new states and write its tokens down; `index` is its place in the plan."""
-        seq, row = share.seq, output.row_start[index]
+        seq, row, was_prefill = share.seq, output.row_start[index], share.is_prefill
+        note_prompt(share, output, row)
         accepted = result.accepted_nodes if result else []
         root_row = row + share.num_rows - 1
         rows = [*range(row, root_row + 1), *(root_row + node for node in accepted)]
         states = output.states_of(index, rows) if seq.spec is not None else None
         if states is not None:
             seq.add_states(states, self.config.block_size)
-        was_prefill = share.is_prefill
         seq.num_computed += share.num_rows + len(accepted)
         if result is not None:
             logits = TreeLogits(StepLogits.of(output.logits), output.logits_start[index], tree)

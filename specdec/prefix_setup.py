@@ -57,7 +57,8 @@ def build_prefix_cache(
 
 def prefix_use(seq: Sequence, prefixes: PrefixCache | None, drafter: Drafter | None) -> PrefixUse:
     """Which rows of its blocks a request shares."""
-    if prefixes is None:
+    # a row that is not computed foretells nothing
+    if prefixes is None or seq.params.prompt_logprobs is not None:
         return "none"
     if seq.spec is None or drafter is None or not drafter.boundaries:
         return "target"

@@ -24,10 +24,10 @@ Prompt = str | SequenceOf[int] | SequenceOf[dict[str, str]]
 class GenerationResult:
     """One finished request. `finish_reason` is "stop", "length" or "error" (then `error` says why).
 
-    `logprobs` has one entry per output token, None when they were not asked for; `token_kinds` one, how it
-    came (`specdec.verification.result`). `rule` is the rule that verified its drafts, with its knobs;
-    `lossless` whether the text has the target's law. `simulated`:
-    accepted lengths were drawn, the text is meaningless.
+    `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from the second on, None
+    when they were not asked for; `token_kinds` one, how it came (`specdec.verification.result`). `rule` is
+    the rule that verified its drafts, with its knobs; `lossless` whether the text has the target's law.
+    `simulated`: accepted lengths were drawn, the text is meaningless.
     """
 
     token_ids: list[int]
@@ -40,6 +40,7 @@ class GenerationResult:
     lossless: bool
     simulated: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     token_kinds: list[TokenKind] = field(default_factory=list)
     error: str | None = None
 
@@ -127,6 +128,7 @@ def result_of(seq: Sequence) -> GenerationResult:
         seed=seq.stream.seed,
         stats=seq.stats,
         logprobs=logprobs_of(seq, 0),
+        prompt_logprobs=None if seq.params.prompt_logprobs is None else seq.prompt_logprobs,
         token_kinds=list(seq.token_kinds),
         rule=seq.simulated.label if seq.simulated else seq.rule.label,
         lossless=seq.rule.rule.is_lossless and seq.simulated is None,

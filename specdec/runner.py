@@ -7,6 +7,7 @@ that keeps a row's bits independent of how many rows it shares the pass with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ class StepOutput:
         taps: [T, boundaries, hidden], None without boundaries.
         row_start: per scheduled sequence, its first row in the batch.
         states: taps of the committed rows by sequence, where the pass has gathered them already.
+        row_logits: makes the logits of any rows of the batch; None where the pass kept no states of them.
     """
 
     logits: StepLogits | Tensor
@@ -38,6 +40,7 @@ class StepOutput:
     taps: Tensor | None
     row_start: list[int]
     states: list[Tensor] | None = None
+    row_logits: Callable[[list[int]], Tensor] | None = None
 
     def states_of(self, index: int, rows: list[int]) -> Tensor | None:
         """Taps of a sequence's committed rows, at `rows` of the batch; None without boundaries."""
@@ -112,18 +115,26 @@ class ModelRunner:
             first_slot=slots[0] if are_consecutive(slots) else None,
         )
         hidden, taps = self.decoder.forward(batch, self.cache, self.boundaries)
-        return StepOutput(self._logits(hidden, wanted), logits_start, taps, row_start)
+        return StepOutput(
+            self._logits(hidden, wanted),
+            logits_start,
+            taps,
+            row_start,
+            row_logits=lambda rows: self._rows(hidden, rows),
+        )
 
     def _logits(self, hidden: Tensor, wanted: list[int]) -> StepLogits:
         def head(rows: list[int]) -> Tensor:
-            places = [wanted[row] for row in rows]
-            padding = -len(places) % multiple
-            if are_consecutive(places) and not padding:
-                return self.decoder.logits(hidden[places[0] : places[0] + len(places)])
-            return self.decoder.logits(hidden[torch.tensor(places + places[-1:] * padding)])[: len(places)]
+            return self._rows(hidden, [wanted[row] for row in rows])
 
-        multiple = self.decoder.row_multiple
-        return StepLogits(head, len(wanted), self.decoder.config.vocab_size, multiple)
+        return StepLogits(head, len(wanted), self.decoder.config.vocab_size, self.decoder.row_multiple)
+
+    def _rows(self, hidden: Tensor, places: list[int]) -> Tensor:
+        """Logits of some rows of a pass."""
+        padding = -len(places) % self.decoder.row_multiple
+        if are_consecutive(places) and not padding:
+            return self.decoder.logits(hidden[places[0] : places[0] + len(places)])
+        return self.decoder.logits(hidden[torch.tensor(places + places[-1:] * padding)])[: len(places)]
 
     def commit(self, plan: list[ScheduledSequence], accepted: list[list[int]]) -> None:
         """Move the accepted nodes' KV rows right behind the root, inside each sequence's own blocks."""

@@ -104,7 +104,8 @@ class SamplingParams:
     rule that accepts most where the request is. A lossy rule also needs the engine's `allow_lossy`.
 
     `logprobs` n adds to each output token its log-probability and the n best ones, from the target's logits
-    before any of the above.
+    before any of the above; `prompt_logprobs` does so for the prompt's tokens, the first of which has none.
+    Such a request computes its whole prompt, and leaves no part of it to later ones.
 
     Raises:
         SpecdecError: a value out of range, NaN included; the message names field, value and range.
@@ -125,6 +126,7 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     grammar: GrammarSpec | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens: int | None = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -153,8 +155,9 @@ class SamplingParams:
             )
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name, wanted in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if wanted is not None:
+                _check_int(name, wanted, 0, MAX_LOGPROBS)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in self.stop):

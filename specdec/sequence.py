@@ -79,6 +79,7 @@ class Sequence:
     pending_states: list[Tensor] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens from the second on
     token_kinds: list[TokenKind] = field(default_factory=list)  # of each output token
     finish_reason: str | None = None
     error: str | None = None

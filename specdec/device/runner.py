@@ -54,4 +54,10 @@ class DeviceRunner(ModelRunner):
             logits = self.target.logits(normed[wanted])
         else:
             logits = normed.new_empty(0, self.decoder.config.vocab_size, dtype=torch.float32)
-        return StepOutput(logits, packed.logits_start, taps, packed.row_start)
+        return StepOutput(
+            logits,
+            packed.logits_start,
+            taps,
+            packed.row_start,
+            row_logits=lambda rows: self.target.logits(normed[rows]),
+        )

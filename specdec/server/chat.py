@@ -20,7 +20,7 @@ from specdec.server.service import Service, record_of
 from specdec.server.streaming import UsageCount, stream_flags
 from specdec.server.tickets import Ticket
 from specdec.server.token_kinds import KindReader, kind_readers, kinds_of
-from specdec.server.token_text import chat_logprobs
+from specdec.server.token_text import chat_logprobs, prompt_logprobs
 from specdec.server.tool_calls import CallReader
 from specdec.server.tool_grammar import takes_one_call
 
@@ -80,7 +80,7 @@ class Chats:
             events = self._events(request, fields, frame, ticket, count, readers, kinds)
             return EventStream(events, lambda: service.loop.close(ticket), headers)
         results = await service.results(request, ticket)
-        body = {
+        body: dict[str, Any] = {
             **frame,
             "choices": [
                 self._choice(fields, index, result, reader, kinds)
@@ -89,6 +89,9 @@ class Chats:
             "usage": answers.usage(results, choices, ticket.num_cached_tokens),
             "metrics": answers.metrics(results),
         }
+        if fields.prompt_logprobs is not None:
+            entries = results[0].prompt_logprobs or []
+            body["prompt_logprobs"] = prompt_logprobs(entries, service.tokens, num_top=fields.prompt_logprobs)
         return JSONResponse(body, headers=headers)
 
     async def _events(

@@ -21,7 +21,7 @@ from specdec.server.service import Service, record_of
 from specdec.server.streaming import UsageCount, stream_flags
 from specdec.server.tickets import Ticket
 from specdec.server.token_kinds import KindReader, kind_readers, kinds_of
-from specdec.server.token_text import completion_logprobs
+from specdec.server.token_text import completion_logprobs, echoed_logprobs, prompt_logprobs
 
 
 class Completions:
@@ -74,7 +74,7 @@ class Completions:
         body = {
             **frame,
             "choices": [
-                self._choice(fields, index, echoes[index], result, kinds)
+                self._choice(fields, ticket, index, echoes[index], result, kinds)
                 for index, result in enumerate(results)
             ],
             "usage": answers.usage(results, choices, ticket.num_cached_tokens),
@@ -97,14 +97,15 @@ class Completions:
         async for piece in ticket.pieces():
             count.add(piece)
             reason = None if piece.result is None else answers.finish_reason(piece.result)
-            echo = "" if piece.index in begun else echoes[piece.index]
+            first = piece.index not in begun
+            echo = echoes[piece.index] if first else ""
             begun.add(piece.index)
             if not (echo or piece.text or piece.logprobs or reason or fields.return_token_ids or kinds):
                 continue
             choice = {
                 "index": piece.index,
                 "text": echo + piece.text,
-                "logprobs": self._logprobs(fields, piece, offsets[piece.index]),
+                "logprobs": self._logprobs(fields, piece, offsets[piece.index], ticket if first else None),
                 "finish_reason": reason,
                 **({"token_ids": piece.token_ids} if fields.return_token_ids else {}),
                 **kinds_of(kinds, piece),
@@ -120,6 +121,7 @@ class Completions:
     def _choice(
         self,
         fields: CompletionFields,
+        ticket: Ticket,
         index: int,
         echo: str,
         result: GenerationResult,
@@ -129,19 +131,32 @@ class Completions:
         choice: dict[str, Any] = {
             "index": index,
             "text": echo + result.text,
-            "logprobs": self._logprobs(fields, whole, len(echo)),
+            "logprobs": self._logprobs(fields, whole, len(echo), ticket),
             "finish_reason": answers.finish_reason(result),
             **kinds_of(kinds, whole),
         }
+        if fields.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                result.prompt_logprobs or [], self._service.tokens, num_top=fields.prompt_logprobs
+            )
         if fields.return_token_ids:
             choice |= {"token_ids": result.token_ids, "prompt_token_ids": result.prompt_token_ids}
         return choice
 
-    def _logprobs(self, fields: CompletionFields, piece: StreamPiece, offset: int) -> dict[str, Any] | None:
-        if piece.logprobs is None:
+    def _logprobs(
+        self, fields: CompletionFields, piece: StreamPiece, offset: int, ticket: Ticket | None
+    ) -> dict[str, Any] | None:
+        """Of a piece's tokens, those of an echoed prompt before them where `ticket` is given."""
+        if piece.logprobs is None or fields.logprobs is None:
             return None
-        as_ids = bool(fields.return_tokens_as_token_ids)
-        return completion_logprobs(piece.logprobs, self._service.tokens, as_ids=as_ids, offset=offset)
+        tokens, as_ids = self._service.tokens, bool(fields.return_tokens_as_token_ids)
+        shown = completion_logprobs(piece.logprobs, tokens, as_ids=as_ids, offset=offset)
+        if not fields.echo or ticket is None:
+            return shown
+        seq = ticket.sequences[piece.index]
+        prompt = seq.token_ids[: seq.prompt_len]
+        before = echoed_logprobs(prompt, seq.prompt_logprobs, tokens, num_top=fields.logprobs, as_ids=as_ids)
+        return {name: before[name] + shown[name] for name in shown}
 
     def _echo(self, fields: CompletionFields, ticket: Ticket, index: int) -> str:
         """The prompt as text, where the answer is to begin with it."""

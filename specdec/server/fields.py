@@ -111,6 +111,7 @@ class GeneratingFields(Fields):
     logit_bias: dict[str, Number] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None

@@ -62,7 +62,12 @@ def field_names(fields: GeneratingFields) -> dict[str, str]:
 
 
 def sampling_of(
-    fields: GeneratingFields, settings: Settings, *, max_tokens: int | None, logprobs: int | None
+    fields: GeneratingFields,
+    settings: Settings,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Sampling parameters of the request's first choice.
 
@@ -71,6 +76,7 @@ def sampling_of(
         settings: the server's.
         max_tokens: longest answer, None for the rest of the context.
         logprobs: best tokens to report beside each token, None for no log-probabilities.
+        prompt_logprobs: the same for the tokens of the prompt.
 
     Raises:
         Problem: a 400 that names the field.
@@ -90,6 +96,7 @@ def sampling_of(
             seed=fields.seed,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             spec=spec,
             speculate=(fields.speculative or SpeculativeFields()).enabled is not False,
@@ -104,13 +111,15 @@ def completion_params(fields: CompletionFields, settings: Settings) -> SamplingP
         raise bad_field(
             "best_of", f"best_of ({fields.best_of}) must equal n ({fields.n or 1}), or be left out"
         )
-    if fields.echo and fields.logprobs is not None:
-        raise bad_field("echo", "echo with logprobs is not supported: prompts have no log-probabilities here")
+    # an echoed prompt has log-probabilities where the answer has them
+    echoed = fields.logprobs if fields.echo else None
+    wanted = [count for count in (echoed, _prompt_logprobs(fields)) if count is not None]
     return sampling_of(
         fields,
         settings,
         max_tokens=COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens,
         logprobs=fields.logprobs,
+        prompt_logprobs=max(wanted, default=None),
     )
 
 
@@ -124,7 +133,14 @@ def chat_params(fields: ChatFields, settings: Settings) -> SamplingParams:
         settings,
         max_tokens=fields.max_completion_tokens if newer else fields.max_tokens,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=_prompt_logprobs(fields),
     )
+
+
+def _prompt_logprobs(fields: GeneratingFields) -> int | None:
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise bad_field("prompt_logprobs", "prompt_logprobs come with a whole answer; leave stream out")
+    return fields.prompt_logprobs
 
 
 def of_choice(params: SamplingParams, choice: int) -> SamplingParams:

@@ -7,6 +7,7 @@ beside it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from specdec.hf import tokenizer_json
@@ -44,6 +45,11 @@ class TokenText:
             vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {"": 0}
             self._longest = max(len(piece) for piece in vocabulary)
         return self._longest
+
+    def width(self, token_id: int) -> int:
+        """Characters of a token in a text, where special tokens do not show."""
+        special = self._tokenizer is not None and token_id in self._tokenizer.all_special_ids
+        return 0 if special else len(self.show(token_id)[0])
 
     def _make(self, token_id: int) -> tuple[str, list[int]]:
         if self._tokenizer is None:
@@ -132,4 +138,50 @@ def completion_logprobs(
         shown["top_logprobs"].append(dict(sorted(top.items(), key=lambda item: -item[1])))
         shown["text_offset"].append(offset)
         offset += len(text)
+    return shown
+
+
+def echoed_logprobs(
+    token_ids: list[int], entries: list[TokenLogprobs], tokens: TokenText, *, num_top: int, as_ids: bool
+) -> dict[str, list[Any]]:
+    """The four lists for an echoed prompt; its first token has no law.
+
+    Args:
+        token_ids: the prompt.
+        entries: of its tokens from the second on.
+        tokens: shows them.
+        num_top: best tokens to show of each.
+        as_ids: show them as `token_id:N`.
+    """
+    first = token_ids[0]
+    shown = completion_logprobs(
+        [replace(entry, top=entry.top[:num_top]) for entry in entries],
+        tokens,
+        as_ids=as_ids,
+        offset=tokens.width(first),
+    )
+    name = f"token_id:{first}" if as_ids else tokens.show(first)[0]
+    heads = {"tokens": name, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {key: [head, *shown[key]] for key, head in heads.items()}
+
+
+def prompt_logprobs(
+    entries: list[TokenLogprobs], tokens: TokenText, *, num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """A prompt as vLLM's `prompt_logprobs`: an entry a token of the prompt, by token ids; the first has none.
+
+    Args:
+        entries: of its tokens from the second on.
+        tokens: shows them.
+        num_top: best tokens to show of each, the token itself beside them.
+    """
+
+    def show(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokens.show(token_id)[0]
+        return {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": text}
+
+    shown: list[dict[str, dict[str, Any]] | None] = [None]
+    for entry in entries:
+        best = {str(one): show(one, value, rank) for rank, (one, value) in enumerate(entry.top[:num_top], 1)}
+        shown.append({str(entry.token_id): show(entry.token_id, entry.logprob, entry.rank)} | best)
     return shown

@@ -277,3 +277,12 @@ def test_a_server_that_refuses_is_not_asked_as_fast_as_it_refuses() -> None:
     # each is refused after 0.2 s
     assert len(load.records) == 25
     assert REFUSED_PAUSE_S == 0.2
+
+
+def test_how_long_a_refusal_took_is_in_a_figure_of_its_own() -> None:
+    server = Scripted(fails=lambda body: RequestFailed("http 429", "full"))
+    figures = figures_of(held(server, conversations(2)), requests=2, goodput={})
+    assert figures["failed_ms"]["n"] == 2
+    assert figures["failed_ms"]["p99"] == pytest.approx(200)
+    assert figures["ttft_ms"] is None
+    assert figures_of(held(Scripted(), conversations(1)), requests=1, goodput={})["failed_ms"] is None
