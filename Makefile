@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test check style test-gpu bench peers check-vllm clean
+.PHONY: demo test check style test-gpu sanitize-gpu bench peers check-vllm clean
 
 demo: $(VENV)/.demo
 	$(BIN)/specdec demo
@@ -29,6 +29,13 @@ style: $(VENV)/.check
 # on a machine with a card, in the environment that is active there: its torch is not replaced
 test-gpu:
 	python -m pytest -m gpu
+
+# the same kernels under compute-sanitizer (CUDA toolkit): memory of each tensor by itself, so that a row beyond its end
+# is seen, then reads of shared memory before their writes are done; minutes to an hour
+SANITIZE := compute-sanitizer --error-exitcode 1 --target-processes all
+sanitize-gpu:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool memcheck python -m pytest -m gpu tests/kernels
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool racecheck python -m pytest -m gpu tests/kernels
 
 bench: $(VENV)/.demo
 	$(BIN)/specdec pull smollm2-135m

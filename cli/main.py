@@ -47,8 +47,8 @@ from specdec.cli.import_draft import import_draft
 from specdec.cli.load_sweep import load_sweep
 from specdec.cli.pull import pull
 from specdec.cli.regenerate import regenerate
-from specdec.cli.report import report
 from specdec.cli.replay import replay
+from specdec.cli.report import report
 from specdec.cli.rules import rules
 from specdec.cli.select_layers import select_layers
 from specdec.cli.serve import serve

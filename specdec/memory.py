@@ -23,6 +23,8 @@ from specdec.runner import ModelRunner
 LAW_COPIES = 6
 # the processor's path keeps scores and softmax; the reference of the kernel also the scores before the mask
 SCORE_COPIES = {"auto": 2, "reference": 3, "triton": 0}
+# the processor's path hands a chunk's taps on; through kernels those of the step before may still be there
+TAP_COPIES = {"auto": 1, "reference": 2, "triton": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,7 @@ def workspace_bytes(
     item_bytes: int,
     boundaries: tuple[int, ...],
     score_copies: int,
+    tap_copies: int,
 ) -> int:
     """Bytes that a step at the token budget needs beside weights and pools.
 
@@ -135,6 +138,7 @@ def workspace_bytes(
         item_bytes: of the compute dtype.
         boundaries: what a drafter reads.
         score_copies: how often attention writes its scores out: not at all in kernels, see `SCORE_COPIES`.
+        tap_copies: how many steps' taps are held at once, see `TAP_COPIES`.
     """
     rows, hidden, inner = config.max_batch_tokens, model.hidden_size, model.intermediate_size
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -144,8 +148,8 @@ def workspace_bytes(
     scores = score_copies * model.num_heads * min(rows, max_model_len) * max_model_len * item_bytes
     attention = rows * (stream + 2 * qkv + attended) * item_bytes + scores
     mlp = rows * (stream + 3 * inner + hidden) * item_bytes
-    # of the pass, and of the sequences until their next draft; one row of each block is kept
-    taps = 2 * rows * len(boundaries) * hidden * item_bytes
+    # one row of each block is kept
+    taps = tap_copies * rows * len(boundaries) * hidden * item_bytes
     taps += pool_tokens // config.block_size * len(boundaries) * hidden * item_bytes
     wanted = wanted_rows(config, boundaries)
     copies = 4 if item_bytes == 4 else 4 + item_bytes
@@ -183,6 +187,7 @@ def memory_report(
         item_bytes=runner.decoder.dtype.itemsize,
         boundaries=runner.boundaries,
         score_copies=0 if config.device != "cpu" else SCORE_COPIES[config.kernels],
+        tap_copies=2 if config.device != "cpu" else TAP_COPIES[config.kernels],
     )
     return MemoryReport(
         weights=weights,

@@ -42,7 +42,6 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
             "prefix_stage",
         }
         | {"live_costs", "node_budget"}
-        | {"live_costs", "node_budget"}
         | {"constraints", "convert", "detokenize", "grammar", "hf", "hf_markers", "loading", "logprobs"}
         | {"penalties", "processors", "sampling", "sampling_params", "sequence", "speculation", "step_logits"}
         | {

@@ -86,8 +86,8 @@ OPTIONS: dict[str, str] = {
     ),
     "report": "runs --out --format --title --diff --allow-differences",
     "watch": (
-        "run --baseline --setting --min-acceptance-length --max-drop --min-speedup --max-speedup-drop --exact "
-        "--junit --github-summary --summary-file"
+        "run --baseline --setting --min-acceptance-length --max-drop --min-speedup --max-speedup-drop "
+        "--exact --junit --github-summary --summary-file"
     ),
     "rules": "name",
     "demo": "--train --work --prompts --max-tokens",

@@ -21,7 +21,7 @@ import torch
 
 from specdec.config import KERNEL_SETTINGS
 from specdec.errors import SpecdecError
-from specdec.kernels.reference import paged_attention, store_kv
+from specdec.kernels.entry_attention import paged_attention, store_kv
 
 KernelBackend = Literal["triton", "reference"]
 

@@ -3,7 +3,8 @@
 A key may stand among the committed rows in one pass and among a tree's rows in another, so plain decoding and
 verification have no order of summation in common. Products and sums are therefore done in float64 and rounded
 once: orders then differ in the 50th bit, and a bfloat16 or float16 result only where a sum lies that near to
-the border between two numbers (about once in 2**40). Signature and meaning: `reference.paged_attention`.
+the border between two numbers (about once in 2**40). Signature and meaning are those of
+`entry_attention.paged_attention`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from specdec.cli.datasets import Prompt
 from specdec.cli.main import main
 from specdec.cli.measure import BenchPrompt, Interleaved, Measured, run_interleaved
 from specdec.cli.shapes import parse_shape
+from specdec.config import ModelConfig
 from specdec.errors import UsageError
 from specdec.stats import SpecStats
 
@@ -155,8 +156,15 @@ def test_bench_measures_every_setting_beside_plain(
 
 def test_verify_cost_is_measured_by_rows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(tiny_llama), "--verify-cost"]) == 0
-    passes = last_json(capsys)["passes"]
+    summary = last_json(capsys)
+    passes = summary["passes"]
     assert [one["rows"] for one in passes] == [1, 4, 8, 12, 16, 24, 32]
+    config = ModelConfig.from_folder(tiny_llama)
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    in_layer = config.hidden_size * (qkv + config.num_heads * config.head_dim + 3 * config.intermediate_size)
+    operations = 2 * (8 * config.num_layers * in_layer + 5 * config.vocab_size * config.hidden_size)
+    assert passes[2]["least_ms"] * summary["matrix_gflop_per_s"] * 1e6 == pytest.approx(operations)
+    assert passes[2]["least_relative"] == pytest.approx(passes[2]["least_ms"] / passes[0]["ms"])
     assert passes[0]["relative"] == 1.0
     assert all(one["ms"] > 0 for one in passes)
 

@@ -23,6 +23,9 @@ MID_SIZE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+MANY_HEADS = MID_SIZE | {"num_attention_heads": 12, "num_key_value_heads": 3}
+WIDE = MID_SIZE | {"hidden_size": 384, "intermediate_size": 2304}
+MANY_WORDS = MID_SIZE | {"vocab_size": 6000}
 SPEC = SpecConfig(max_depth=3, top_k=2, max_nodes=6, adaptive=False)
 
 
@@ -42,14 +45,37 @@ def peak_of(work: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("family", "shape", "budget", "context", "kernels"),
+    [
+        ("llama", MID_SIZE, 256, 512, "auto"),
+        ("llama", MID_SIZE, 256, 512, "reference"),
+        # what the largest step holds: scores of many heads, a wide feed-forward layer, rows of logits
+        ("qwen3", MANY_HEADS, 384, 776, "auto"),
+        pytest.param("llama", WIDE, 512, 512, "auto", marks=pytest.mark.slow),
+        pytest.param("qwen2", MANY_WORDS, 64, 512, "auto", marks=pytest.mark.slow),
+    ],
+    ids=["mid", "mid-reference", "many-heads", "wide", "many-words"],
+)
 def test_the_measured_peak_is_the_reported_one(
-    tiny_model_factory: Callable[..., Path], random_draft: Callable[..., Path], tmp_path: Path, kernels: str
+    tiny_model_factory: Callable[..., Path],
+    random_draft: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    shape: dict[str, int],
+    budget: int,
+    context: int,
+    kernels: str,
 ) -> None:
-    folder = tiny_model_factory("llama", **MID_SIZE)
+    folder = tiny_model_factory(family, **shape, max_position_embeddings=1024)
     draft = random_draft(folder, tmp_path / "draft")
     config = EngineConfig(
-        kv_tokens=2048, max_num_seqs=4, max_batch_tokens=256, max_model_len=512, spec=SPEC, kernels=kernels
+        kv_tokens=4 * context,
+        max_num_seqs=4,
+        max_batch_tokens=budget,
+        max_model_len=context,
+        spec=SPEC,
+        kernels=kernels,
     )
     engines: list[Engine] = []
     held = peak_of(lambda: engines.append(Engine(folder, draft=draft, config=config)))
@@ -58,7 +84,7 @@ def test_the_measured_peak_is_the_reported_one(
     fixed = report.total - report.workspace
     assert fixed <= held
     # the last chunk is as long as the budget, and sees the longest context
-    prompt = [3 + index % 200 for index in range(504)]
+    prompt = [3 + index % 200 for index in range(context - 8)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     step = peak_of(lambda: engine.generate([prompt, prompt[5:], prompt[9:]], params))
     assert fixed + step == pytest.approx(report.total, rel=0.05)

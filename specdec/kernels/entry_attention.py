@@ -1,4 +1,7 @@
-"""Reference kernels in plain torch: what every faster kernel must equal, and the CPU path.
+"""Attention over host entries in plain torch: the decoder one layer after the other (`forward_by_layer`).
+
+What the processor's loop is proved against, and the plain torch path that kernels are measured beside. The
+references of the Triton kernels, which read device batches, are the modules `reference_*`.
 
 Letters: T rows of the batch, h query heads, g = h / kv_heads queries per KV head, d head_dim.
 """
