@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli.bench_sides import check_sides, only, parse_numbers
+from specdec.cli.benching.sides import check_sides, only, parse_numbers
 from specdec.errors import UsageError
 
 # readings of each piece of work: the least that shows a spread
@@ -197,8 +197,8 @@ def bench(
     temperatures = parse_numbers("--temperature", temperature, float, 0.0)
     if url is not None:
         from specdec.cli.console import emit_json
-        from specdec.cli.load import run_load
-        from specdec.cli.load_plan import LoadPlan, parse_concurrency, parse_extra_body, parse_goodput
+        from specdec.cli.loading.plan import LoadPlan, parse_concurrency, parse_extra_body, parse_goodput
+        from specdec.cli.loading.run import run_load
 
         summary = run_load(
             LoadPlan(
@@ -232,7 +232,7 @@ def bench(
             raise typer.Exit(1)
         return
     assert target is not None, "one of TARGET and --url is there"
-    from specdec.cli.bench_run import BenchPlan, run_bench
+    from specdec.cli.benching.run import BenchPlan, run_bench
     from specdec.cli.console import emit_json
     from specdec.cli.sampling_options import parse_knobs
     from specdec.cli.usage import check_exact
@@ -240,7 +240,7 @@ def bench(
     if trace is not None and not micro:
         raise UsageError("--trace needs --micro")
     if micro:
-        from specdec.cli.micro import MicroPlan, run_micro
+        from specdec.cli.micro.run import MicroPlan, run_micro
 
         plan = MicroPlan(
             target=target,
@@ -254,7 +254,7 @@ def bench(
         emit_json(run_micro(plan))
         return
     if verify_cost:
-        from specdec.cli.verify_cost import measure_verify_cost
+        from specdec.cli.benching.verify_cost import measure_verify_cost
 
         emit_json(measure_verify_cost(target))
         return

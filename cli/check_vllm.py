@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.comparing.peers import SCRIPTS, environment_of, parse_peer
 from specdec.cli.console import emit_json, print_table, say
 from specdec.cli.datasets import load_prompts
-from specdec.cli.peers import SCRIPTS, environment_of, parse_peer
 from specdec.config import EngineConfig, SpecConfig
 from specdec.drafter import Drafter, DraftRequest, TargetView
 from specdec.drafts import draft_folder

@@ -52,7 +52,7 @@ def compare(
 
     specdec compare smollm2-135m --draft smollm2-135m --peer transformers --peer vllm --peer llama.cpp
     """
-    from specdec.cli.compare_run import ComparePlan, run_compare
+    from specdec.cli.comparing.run import ComparePlan, run_compare
     from specdec.cli.console import emit_json
 
     if not peer:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.bench_run import BenchPlan, run_bench
+from specdec.cli.benching.measure import PLAIN
+from specdec.cli.benching.run import BenchPlan, run_bench
 from specdec.cli.console import say
-from specdec.cli.measure import PLAIN
 from specdec.errors import SpecdecError
 from specdec.hub import pull
 

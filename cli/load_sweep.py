@@ -34,8 +34,8 @@ def load_sweep(
     specdec load-sweep smollm2-135m --draft smollm2-135m --out load-sweep
     """
     from specdec.cli.console import emit_json
-    from specdec.cli.load_plan import parse_concurrency
-    from specdec.cli.load_sweep_run import LoadSweepOptions, run_load_sweep
+    from specdec.cli.load_sweeping.run import LoadSweepOptions, run_load_sweep
+    from specdec.cli.loading.plan import parse_concurrency
 
     loads = [count for count in parse_concurrency(concurrency) if count is not None]
     emit_json(

@@ -44,7 +44,7 @@ def replay(
     specdec replay smollm2-135m --draft ngram+smollm2-135m --limit 50 --turns 3 --out replay.json
     """
     from specdec.cli.console import emit_json
-    from specdec.cli.replay_run import ReplayPlan, run_replay
+    from specdec.cli.replaying.run import ReplayPlan, run_replay
 
     emit_json(
         run_replay(

@@ -1,6 +1,7 @@
 """`specdec report`: records as one page, Markdown and a picture; or what differs between two runs.
 
-Owns the options; sections are the `report_*` modules', differences :mod:`specdec.cli.report_diff`'s.
+Owns the options; sections are those of :mod:`specdec.cli.reporting`, differences
+:mod:`specdec.cli.reporting.diff`'s.
 """
 
 from pathlib import Path
@@ -44,7 +45,7 @@ def report(
     specdec report --diff before.json after.json --out diff.html
     """
     from specdec.cli.console import emit_json
-    from specdec.cli.report_write import ReportPlan, run_report
+    from specdec.cli.reporting.write import ReportPlan, run_report
 
     emit_json(
         run_report(

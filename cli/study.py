@@ -86,7 +86,7 @@ def study(
         )
     _require_outputs(out, picture, {"--data": data, "--scores": scores})
 
-    from specdec.cli.study_run import StudyOptions, run_study
+    from specdec.cli.studying.run import StudyOptions, run_study
 
     run_study(
         StudyOptions(

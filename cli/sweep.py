@@ -1,6 +1,6 @@
 """`specdec sweep`: drafts, rules, shapes and batch sizes on one set of tasks, with what each point costs.
 
-Owns the options; points are :mod:`specdec.cli.sweep_points`'s, the run :mod:`specdec.cli.sweep_run`'s.
+Owns the options; points are :mod:`specdec.cli.sweeping.points`'s, the run :mod:`specdec.cli.sweeping.run`'s.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def sweep(
     --out sweep
     """
     from specdec.cli.console import emit_json
-    from specdec.cli.sweep_run import SweepOptions, run_sweep
+    from specdec.cli.sweeping.run import SweepOptions, run_sweep
 
     emit_json(
         run_sweep(

@@ -1,6 +1,6 @@
 """`specdec watch`: does a run keep its thresholds and its baseline? For pipelines.
 
-Owns the options; the checks are :mod:`specdec.cli.watch_checks`'s.
+Owns the options; the checks are :mod:`specdec.cli.watching.checks`'s.
 """
 
 from pathlib import Path
@@ -54,7 +54,7 @@ def watch(
     specdec watch bench.json --baseline baseline.json --max-drop 0.05 --min-speedup 1.1 --exact --junit w.xml
     """
     from specdec.cli.console import emit_json
-    from specdec.cli.watch_run import WatchPlan, run_watch
+    from specdec.cli.watching.run import WatchPlan, run_watch
 
     summary = run_watch(
         WatchPlan(

@@ -24,8 +24,8 @@ import typer
 
 from specdec.cli.console import emit_json, print_table
 from specdec.cli.datasets import load_prompts, prompt_file
-from specdec.cli.load import run_load
-from specdec.cli.load_plan import LoadPlan
+from specdec.cli.loading.plan import LoadPlan
+from specdec.cli.loading.run import run_load
 from specdec.cli.outputs import require_writable
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target

@@ -17,9 +17,9 @@ import pytest
 
 from specdec.acceptance import commit_tokens
 from specdec.cli import bootstrap
-from specdec.cli import observe as observe_module
-from specdec.cli.bench_figures import answer_records, row_figures
-from specdec.cli.measure import BenchPrompt, Interleaved, engine_decoder
+from specdec.cli.benching import observe as observe_module
+from specdec.cli.benching.figures import answer_records, row_figures
+from specdec.cli.benching.measure import BenchPrompt, Interleaved, engine_decoder
 from specdec.detokenize import IncrementalDetokenizer
 from specdec.random_streams import RandomStream
 from specdec.sequence import SamplingParams, Sequence

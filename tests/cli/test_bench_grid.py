@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from specdec.cli import bench_run
-from specdec.cli.bench_conditions import (
+from specdec.cli.benching import run as bench_run
+from specdec.cli.benching.conditions import (
     differences,
     engine_conditions,
     require_comparable,
 )
-from specdec.cli.bench_points import points_of, split_draft
-from specdec.cli.bench_sides import parse_numbers
-from specdec.cli.bench_table import repeatability_sentence, times
+from specdec.cli.benching.energy import EnergyMeter, energy_meter
+from specdec.cli.benching.points import points_of, split_draft
+from specdec.cli.benching.sides import parse_numbers
+from specdec.cli.benching.table import repeatability_sentence, times
 from specdec.cli.datasets import Prompt, choose_prompts
-from specdec.cli.energy import EnergyMeter, energy_meter
 from specdec.cli.main import main
 from specdec.config import EngineConfig
 from specdec.drafts.ngram import NgramDrafter

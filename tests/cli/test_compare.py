@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from specdec.cli import compare_run, peers
-from specdec.cli.compare_run import bases_of, common_prefix, output_ids, summarise
+from specdec.cli.benching.measure import Measured
+from specdec.cli.comparing import peers
+from specdec.cli.comparing import run as compare_run
+from specdec.cli.comparing.peer_servers import PeerServer
+from specdec.cli.comparing.peers import PeerKind, PeerProcess, environment_of, parse_peer, setup_of
+from specdec.cli.comparing.run import bases_of, common_prefix, output_ids, summarise
 from specdec.cli.main import main
-from specdec.cli.measure import Measured
-from specdec.cli.peer_servers import PeerServer
-from specdec.cli.peers import PeerKind, PeerProcess, environment_of, parse_peer, setup_of
 from specdec.errors import SpecdecError, UsageError
 from specdec.requests import PromptEncoder
 from specdec.stats import SpecStats

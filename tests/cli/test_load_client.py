@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.load_client import LoadClient, RequestFailed, base_url
+from specdec.cli.loading.client import LoadClient, RequestFailed, base_url
 from specdec.errors import SpecdecError, UsageError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from specdec.cli.datasets import Prompt
-from specdec.cli.load_client import RequestFailed
-from specdec.cli.load_drive import REFUSED_PAUSE_S, Asking, Load, LoadRecord, drive, keep_busy
-from specdec.cli.load_figures import acceptance_of, figures_of
-from specdec.cli.load_traffic import Conversation, make_traffic, prefix_texts
+from specdec.cli.loading.client import RequestFailed
+from specdec.cli.loading.drive import REFUSED_PAUSE_S, Asking, Load, LoadRecord, drive, keep_busy
+from specdec.cli.loading.figures import acceptance_of, figures_of
+from specdec.cli.loading.traffic import Conversation, make_traffic, prefix_texts
 
 ASKING = Asking(chat=True, common={"model": "m"})
 

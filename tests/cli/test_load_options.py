@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.load_drive import Load
-from specdec.cli.load_figures import figures_of
-from specdec.cli.load_picture import draw_load
+from specdec.cli.loading.drive import Load
+from specdec.cli.loading.figures import figures_of
+from specdec.cli.loading.picture import draw_load
 from specdec.cli.main import main
 
 # nobody listens on port 9 here; no test comes so far

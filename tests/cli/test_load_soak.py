@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.cli.load_counters import Counters, reconcile
-from specdec.cli.load_drive import LoadRecord
-from specdec.cli.load_windows import (
+from specdec.cli.loading.counters import Counters, reconcile
+from specdec.cli.loading.drive import LoadRecord
+from specdec.cli.loading.windows import (
     WARM_WINDOWS,
     WINDOWS,
     MemorySample,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specdec.cli import load_sweep_run
-from specdec.cli.load_sweep_figures import is_slower, point_figures, ratio
-from specdec.cli.load_sweep_run import requests_of
+from specdec.cli.load_sweeping import run as load_sweep_run
+from specdec.cli.load_sweeping.figures import is_slower, point_figures, ratio
+from specdec.cli.load_sweeping.run import requests_of
 from specdec.cli.main import main
 
 

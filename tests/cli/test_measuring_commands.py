@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.answers import finished_answers, ordered_prompts
-from specdec.cli.bench_figures import row_figures
+from specdec.cli.benching.figures import row_figures
+from specdec.cli.benching.measure import BenchPrompt, Interleaved, Measured, run_interleaved
 from specdec.cli.bootstrap import ratio_interval
 from specdec.cli.datasets import Prompt
 from specdec.cli.main import main
-from specdec.cli.measure import BenchPrompt, Interleaved, Measured, run_interleaved
 from specdec.cli.shapes import parse_shape
 from specdec.config import ModelConfig
 from specdec.errors import UsageError

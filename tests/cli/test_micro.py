@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from specdec.cli.main import main
-from specdec.cli.micro import _against, _better
-from specdec.cli.micro_attention import attention_case
-from specdec.cli.micro_kernels import kernel_cases
-from specdec.cli.micro_shapes import OURS, MicroShape, tree_parents
-from specdec.cli.micro_steps import StepPlan, verify_curve, weight_bytes
-from specdec.cli.micro_timing import Clock, Limits, Timing, measure_limits
+from specdec.cli.micro.attention import attention_case
+from specdec.cli.micro.kernels import kernel_cases
+from specdec.cli.micro.run import _against, _better
+from specdec.cli.micro.shapes import OURS, MicroShape, tree_parents
+from specdec.cli.micro.steps import StepPlan, verify_curve, weight_bytes
+from specdec.cli.micro.timing import Clock, Limits, Timing, measure_limits
 from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.kernels import OPERATIONS
@@ -143,7 +143,8 @@ def test_the_command_measures_all_of_it(
     capsys: pytest.CaptureFixture[str],
     valid_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    from specdec.cli import micro, micro_steps
+    from specdec.cli.micro import run as micro
+    from specdec.cli.micro import steps as micro_steps
 
     monkeypatch.setattr(micro_steps, "STEP_TOKENS", 8)
     small = micro.Sizes(attention=((1, 64, 4),), prefill=(1, 64, 16), kernels=(1, 64, 4))
@@ -205,7 +206,7 @@ def test_the_attention_measured_on_a_card_is_the_triton_kernel(
     nodes: int, prefill: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("specdec.cli.micro_attention._flex", lambda *inputs: lambda: None)
+    monkeypatch.setattr("specdec.cli.micro.attention._flex", lambda *inputs: lambda: None)
     sizes = _Interpreted(model=TINY, device="cpu", dtype=torch.float32, batch=2, context=24, nodes=nodes)
     case = attention_case(sizes, prefill=prefill)
     assert "FlexAttention" in case.runs

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.cli.datasets import Prompt
 from specdec.cli.main import main
-from specdec.cli.replay_turns import conversations_of
+from specdec.cli.replaying.turns import conversations_of
 
 TALKS = [
     {"id": "a", "turns": ["What is a prefix?", "Give an example."]},

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from specdec.cli.report_acceptance import wilson
-from specdec.cli.report_records import read_records
+from specdec.cli.reporting.acceptance import wilson
+from specdec.cli.reporting.records import read_records
 from specdec.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from specdec.cli.record_pairs import pair_records
-from specdec.cli.report_records import read_records
+from specdec.cli.reporting.pairs import pair_records
+from specdec.cli.reporting.records import read_records
 
 Make = Callable[..., Path]
 DRAFT = "draft chain:2"

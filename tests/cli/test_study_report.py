@@ -12,9 +12,9 @@ import pytest
 
 from specdec.cli.bootstrap import ArmCounts, arm_difference, arm_interval
 from specdec.cli.main import main
-from specdec.cli.study_picture import study_figure
-from specdec.cli.study_report import compare, foresight, print_findings
-from specdec.cli.study_scores import subset_scores
+from specdec.cli.studying.picture import study_figure
+from specdec.cli.studying.report import compare, foresight, print_findings
+from specdec.cli.studying.scores import subset_scores
 from specdec.errors import SpecdecError
 from specdec.layer_select.artifact import FIELDS, SCHEMA
 from specdec.train.study_arms import TapSet

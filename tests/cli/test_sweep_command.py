@@ -13,16 +13,16 @@ from specdec.audit.parity import Task
 from specdec.audit.pricing import Prices
 from specdec.audit.recording import VerifiedStep
 from specdec.cli.main import main
-from specdec.cli.sweep_cost import (
+from specdec.cli.sweeping.cost import (
     DraftCost,
     draft_cost,
     flops_per_token,
     row_flops,
     target_weights,
 )
-from specdec.cli.sweep_measure import decode
-from specdec.cli.sweep_picture import draw_sweep
-from specdec.cli.sweep_points import AXES, check_lossy, grid, mark_dominated, parse_rule
+from specdec.cli.sweeping.measure import decode
+from specdec.cli.sweeping.picture import draw_sweep
+from specdec.cli.sweeping.points import AXES, check_lossy, grid, mark_dominated, parse_rule
 from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError

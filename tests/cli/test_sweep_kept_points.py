@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from specdec.audit.parity import Task
-from specdec.cli import sweep_run
 from specdec.cli.main import main
-from specdec.cli.sweep_cost import draft_fingerprint
-from specdec.cli.sweep_points import PLAIN, SweepPoint
+from specdec.cli.sweeping import run as sweep_run
+from specdec.cli.sweeping.cost import draft_fingerprint
+from specdec.cli.sweeping.points import PLAIN, SweepPoint
 from specdec.errors import RuleMismatchError, SpecdecError
 
 SMALL = ["--tasks", "easy", "--task-limit", "4", "--max-tokens", "8"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.cli.bench_points import bench_data
+from specdec.cli.benching.points import bench_data
 from specdec.cli.main import main
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine

@@ -1,0 +1,1 @@
+"""The work behind `specdec bench`: points, sides, figures and records."""

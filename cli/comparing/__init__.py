@@ -1,0 +1,1 @@
+"""The work behind `specdec compare`: our engine and its peers."""

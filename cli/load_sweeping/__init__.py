@@ -1,0 +1,1 @@
+"""The work behind `specdec load-sweep`."""
