@@ -103,7 +103,7 @@ def test_a_stream_makes_the_same_calls_and_drafts_change_none(client: Any) -> No
             "tool_choice.function.name",
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [tool("f", {"type": "objekt"})]}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [tool("f", {"type": "thing"})]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ],
 )
