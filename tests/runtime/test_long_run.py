@@ -69,7 +69,7 @@ def test_a_hundred_thousand_tokens_leave_nothing_behind(
     draft = random_draft(folder, tmp_path / "draft")
     spec = SpecConfig(max_depth=3, top_k=2, max_nodes=6, adaptive=False)
     # the pool is small, so that cached texts are given up and running ones give way all the time
-    config = EngineConfig(kv_tokens=1536, max_num_seqs=6, max_batch_tokens=64, max_model_len=256, spec=spec)
+    config = EngineConfig(kv_tokens=640, max_num_seqs=6, max_batch_tokens=64, max_model_len=256, spec=spec)
     engine = Engine(folder, draft=f"ngram+{draft}", config=config)
     chance = random.Random(0)
     beginnings = [[chance.randrange(3, 200) for _ in range(24)] for _ in range(4)]
