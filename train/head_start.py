@@ -39,7 +39,7 @@ def choose_vocab(
     keep |= {
         token
         for token, entry in tokenizer.added_tokens_decoder.items()
-        if entry.special and counts[token] > 0
+        if entry.special and token < vocab_size and counts[token] > 0
     }
     for eos in (
         model.config.get_text_config(decoder=True).eos_token_id,

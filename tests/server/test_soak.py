@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,23 @@ def test_counters_reconcile_exactly_unless_somebody_else_asked_too(
         words += ["--server-pid", str(os.getpid())]
     finished = live.metric("request_finished_total")
 
+    ended = threading.Event()
+
     def ask_too() -> None:
         wait_for(lambda: live.metric("request_finished_total") > finished)
-        live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2})
+        while not ended.is_set():
+            chat = [{"role": "user", "content": "a"}]
+            live.post("/v1/chat/completions", {"messages": chat, "max_tokens": 2})
+            # the tool waits for an idle server before and after
+            time.sleep(0.2)
 
     intruder = threading.Thread(target=ask_too)
     if not alone:
         intruder.start()
-    code = main(words)
+    try:
+        code = main(words)
+    finally:
+        ended.set()
     record = json.loads(out.read_text())
     counts = record["counters"]["counts"]
     assert record["completed"] >= 3
@@ -47,4 +57,4 @@ def test_counters_reconcile_exactly_unless_somebody_else_asked_too(
         assert counts["verify_steps"]["equal"]
     else:
         intruder.join()
-        assert counts["responses 200"]["server"] == counts["responses 200"]["clients"] + 1
+        assert counts["responses 200"]["server"] > counts["responses 200"]["clients"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -300,7 +301,8 @@ def test_a_large_file_is_tokenised_once_for_each_template_tokenizer_and_option(
         return real(line, number)
 
     monkeypatch.setattr(chat_data, "parse_record", counted)
-    tokenizer = with_template(CHATML)
+    # it gets a token more, which others must not see
+    tokenizer = copy.deepcopy(with_template(CHATML))
     path = _write(
         tmp_path / "d.jsonl", [{"messages": TALK, "category": "c"}, {"messages": []}, {"text": "so"}]
     )
@@ -319,8 +321,8 @@ def test_a_large_file_is_tokenised_once_for_each_template_tokenizer_and_option(
     tokenizer.chat_template = CHATML
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
     assert load()[1] == 3
-    for copy in (tmp_path / "home" / "tokens").iterdir():
-        copy.write_bytes(copy.read_bytes()[:50])
+    for kept in (tmp_path / "home" / "tokens").iterdir():
+        kept.write_bytes(kept.read_bytes()[:50])
     assert load()[1] == 3
     path.write_text(path.read_text().replace("first", "other"))
     assert load()[1] == 3

@@ -89,6 +89,7 @@ def test_whatever_moment_a_kill_comes_the_newest_checkpoint_is_whole(tmp_path: P
     assert sorted(found.name for found in path.parent.iterdir()) == sorted({path.name, kept.name})
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_llama: Path, tmp_path: Path) -> None:
     """Weights, averages, optimiser and log, from wherever the kill came."""
     model = load_hf_model(tiny_llama)
