@@ -28,12 +28,15 @@ from specdec.speculation import CONTEXT, FIXED_COSTS, CostTable
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
-# how much longer a context the cost of context is taken from, and with how many rows
-FURTHER, FURTHER_ROWS = 512, 8
+# how much longer a context the cost of context is taken from, and with how many rows of one sequence
+FURTHER, FURTHER_ROWS = 256, 8
+# sequences of one row each, from which the cost of a sequence is taken
+SEQUENCES = 4
 REPEATS = 9
 # processor time; a target that takes longer keeps the table that comes with the program
 BUDGET_SECONDS = 3.0
 MAX_AGE_SECONDS = 14 * 24 * 3600.0
+OTHER_COSTS = ("per_context", "per_sequence", "sequence_context", "head_share")
 
 
 def cost_key(decoder: Decoder, fingerprint: str) -> str:
@@ -81,7 +84,7 @@ def measure_costs(decoder: Decoder, budget: float = BUDGET_SECONDS) -> CostTable
     config = decoder.config
     cache = PagedKVCache(
         num_layers=config.num_layers,
-        num_blocks=(CONTEXT + FURTHER + ROWS[-1]) // 16,
+        num_blocks=max(CONTEXT + ROWS[-1], SEQUENCES * (CONTEXT + FURTHER + 16)) // 16,
         block_size=16,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -93,21 +96,34 @@ def measure_costs(decoder: Decoder, budget: float = BUDGET_SECONDS) -> CostTable
         _seconds(decoder, cache, rows)
         if time.thread_time() - started > budget:
             return None
-    best, further = dict.fromkeys(ROWS, float("inf")), float("inf")
+    best = dict.fromkeys(ROWS, float("inf"))
+    further = several = several_further = float("inf")
     for repeat in range(REPEATS):
         for rows in ROWS:
             best[rows] = min(best[rows], _seconds(decoder, cache, rows))
             if repeat == 0 and time.thread_time() - started > budget:
                 return None
-        further = min(further, _seconds(decoder, cache, FURTHER_ROWS, CONTEXT + FURTHER))
+        far = CONTEXT + FURTHER
+        further = min(further, _seconds(decoder, cache, FURTHER_ROWS, context=far))
+        several = min(several, _seconds(decoder, cache, 1, SEQUENCES))
+        several_further = min(several_further, _seconds(decoder, cache, 1, SEQUENCES, context=far))
         if time.thread_time() - started > budget:
             break
     points: list[tuple[int, float]] = []
     for rows in ROWS:
         # more rows never cost less: what says so is noise
         points.append((rows, max(best[rows] / best[1], points[-1][1] if points else 1.0)))
-    per_context = max(0.0, further - best[FURTHER_ROWS]) / best[1] / (FURTHER * FURTHER_ROWS)
-    return CostTable(tuple(points), per_context, head_share(config))
+    # a token of context costs a sequence so much once, and each of its rows a little more
+    one = max(0.0, further - best[FURTHER_ROWS]) / best[1] / FURTHER
+    each = max(0.0, several_further - several) / best[1] / (FURTHER * SEQUENCES)
+    per_context = min(each, max(0.0, one - each) / (FURTHER_ROWS - 1))
+    return CostTable(
+        tuple(points),
+        per_context=per_context,
+        per_sequence=max(0.0, several - best[SEQUENCES]) / best[1] / (SEQUENCES - 1),
+        sequence_context=each - per_context,
+        head_share=head_share(config),
+    )
 
 
 def head_share(config: ModelConfig) -> float:
@@ -117,27 +133,37 @@ def head_share(config: ModelConfig) -> float:
     return head / (head + config.num_layers * hidden * (2 * heads + 3 * config.intermediate_size))
 
 
-def _seconds(decoder: Decoder, cache: PagedKVCache, rows: int, context: int = CONTEXT) -> float:
-    """Processor seconds of a pass over a chain of `rows` behind a context, with logits of every row."""
-    positions = list(range(context, context + rows))
-    entry = SequenceAttention(
-        query_start=0,
-        num_queries=rows,
-        context_len=context,
-        num_new=rows,
-        slots=slice(0, context + rows),
-        mask=causal_mask(rows),
-        query_positions=positions,
-        new_positions=positions,
-    )
-    padded = -(-rows // decoder.row_multiple) * decoder.row_multiple
+def _seconds(
+    decoder: Decoder, cache: PagedKVCache, rows: int, sequences: int = 1, *, context: int = CONTEXT
+) -> float:
+    """Processor seconds of a pass over chains of `rows` behind contexts, with logits of every row."""
+    entries, slots, positions = [], [], list(range(context, context + rows))
+    for number in range(sequences):
+        first = number * (context + 16)
+        every = torch.arange(first, first + context + rows)
+        slots.append(every[context:])
+        entries.append(
+            SequenceAttention(
+                query_start=number * rows,
+                num_queries=rows,
+                context_len=context,
+                num_new=rows,
+                # several sequences' blocks lie among each other
+                slots=slice(first, first + context + rows) if sequences == 1 else every,
+                mask=causal_mask(rows),
+                query_positions=positions,
+                new_positions=positions,
+            )
+        )
+    taken = rows * sequences
+    padded = -(-taken // decoder.row_multiple) * decoder.row_multiple
     batch = ForwardBatch(
         token_ids=torch.zeros(padded, dtype=torch.int64),
-        positions=torch.tensor(positions + [0] * (padded - rows)),
+        positions=torch.tensor(positions * sequences + [0] * (padded - taken)),
         longest=context + rows,
-        slots=torch.tensor(positions),
-        attention=[entry],
-        first_slot=context,
+        slots=torch.cat(slots),
+        attention=entries,
+        first_slot=context if sequences == 1 else None,
     )
     started = time.thread_time()
     hidden, _ = decoder.forward(batch, cache, ())
@@ -150,12 +176,12 @@ def _read(path: Path) -> CostTable | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         points = tuple((int(rows), float(cost)) for rows, cost in kept["points"])
-        per_context, share = float(kept["per_context"]), float(kept["head_share"])
+        others = {name: float(kept[name]) for name in OTHER_COSTS}
         if not 0 <= time.time() - float(kept["time"]) < MAX_AGE_SECONDS or points[0] != (1, 1.0):
             return None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None  # a memo, not a record: without it the costs are measured again
-    return CostTable(points, per_context, share)
+    return CostTable(points, **others)
 
 
 def _write(path: Path, table: CostTable) -> None:

@@ -54,13 +54,13 @@ class LiveCosts:
         self._last_seen = [-CHECK_EVERY] * len(self._knots)
         self._draft, self._drafts = 0.0, 0
 
-    def saw_pass(self, rows: float, seconds: float, context: float = 0.0) -> None:
-        """Take in a decoding pass: the whole rows it was worth, its time, and that for further context."""
+    def saw_pass(self, rows: float, seconds: float, beside: float = 0.0) -> None:
+        """Take in a decoding pass: the whole rows it was worth, its time, and what is expected beside them."""
         if not self._learns or seconds <= 0:
             return
         near = self._neighbours(rows)
         costs = self._costs()
-        expected = sum(weight * costs[knot] for knot, weight in near) + max(0.0, context) * costs[0]
+        expected = sum(weight * costs[knot] for knot, weight in near) + max(0.0, beside) * costs[0]
         if not self.steps:
             self._level = log(seconds / expected)
         self.steps += 1

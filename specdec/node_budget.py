@@ -23,8 +23,6 @@ from specdec.live_costs import LiveCosts
 from specdec.sequence import Sequence
 from specdec.speculation import (
     BEST_ACCEPTANCE,
-    CONTEXT,
-    LEAST_GAIN,
     PROBE_EVERY,
     PROBE_GAIN,
     SHARED_KEEP,
@@ -43,6 +41,8 @@ SILENT_ROW = 0.3
 HORIZON = 16
 # nodes that may be taken without a gain before the search ends: costs have steps
 PATIENCE = 16
+# what drafting must promise to go on, beside plain decoding; to begin, more than that
+LEAST_TO_STAY = 0.99
 # nodes with a smaller chance are not looked at
 LEAST_CHANCE = 0.02
 
@@ -55,6 +55,7 @@ class _Asking:
     gains: SequenceOf[tuple[float, int]]
     pass_cost: float  # of a head's pass, in one-row passes of the target
     catch_up: float  # of reading what was written since it last drafted
+    row_context: float  # of a row of it, beyond one behind the table's context
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,14 @@ class NodeBudget:
             if seq.spec is not None and not seq.controller.pooled
         )
         table = self.costs.table
-        time = table.of(table.worth(rows, len(decoding))) + sum(map(self._context_time, decoding))
+        beside = table.beside([(1, len(seq.token_ids)) for seq in decoding])
+        time = table.of(table.worth(rows, len(decoding))) + beside
         base = len(decoding) / time
         asking = [self._asking(seq) for seq in pooled]
         on = any(each.seq.controller.drafting for each in asking)
         choice = self._best(asking, len(decoding), rows, time)
         nodes = {each.seq.seq_id: 0 for each in asking}
-        pays = choice is not None and choice.value > base * (1.0 if on else LEAST_GAIN)
+        pays = choice is not None and choice.value > base * (LEAST_TO_STAY if on else 1.0)
         if choice is not None and pays and not self.costs.is_stale(table.worth(rows, len(decoding))):
             nodes.update((each.seq.seq_id, n) for each, n in zip(asking, choice.nodes, strict=True))
             self._drafting = choice.drafting
@@ -164,7 +166,8 @@ class NodeBudget:
         if 2 * len(verified) <= self._load or len(verified) > self._load:
             self._load = len(verified)
         if pass_seconds is not None:
-            self.costs.saw_pass(rows, pass_seconds, sum(self._context_time(seq) for seq, _, _ in verified))
+            beside = self.costs.table.beside([(1 + nodes, len(seq.token_ids)) for seq, nodes, _ in verified])
+            self.costs.saw_pass(rows, pass_seconds, beside)
         if draft_seconds is not None and self._drafting:
             self.costs.saw_drafting(self._drafting, draft_seconds)
 
@@ -183,17 +186,14 @@ class NodeBudget:
             gains=gains if deepest >= spec.max_depth else [each for each in gains if each[1] <= deepest],
             pass_cost=pass_cost,
             catch_up=pass_cost * SILENT_ROW * late * (high - low) / (after - before),
+            row_context=self.costs.table.of_context(len(seq.token_ids)),
         )
-
-    def _context_time(self, seq: Sequence) -> float:
-        """What a row of a sequence costs beyond a row behind the table's context."""
-        return self.costs.table.per_context * (len(seq.token_ids) - CONTEXT)
 
     def _best(self, asking: list[_Asking], tokens: float, rows: int, time: float) -> _Choice | None:
         """The best beginning of all nodes in the order of their chances; None where the first cannot pay."""
         of, worth = self.costs.table.of, self.costs.table.worth
         bare = of(worth(rows, tokens))
-        context = time - bare
+        beside = time - bare
         # the cheapest a row can be, alone or in company, bounds what any node must bring
         more = (1.0, rows + 1.0)
         row = min((of(worth(rows + extra, tokens)) - bare) / extra for extra in more)
@@ -212,7 +212,7 @@ class NodeBudget:
         for taken, (chance, depth, place) in enumerate(order, start=1):
             each = asking[place]
             tokens -= chance
-            context += self._context_time(each.seq)
+            beside += each.row_context
             if depth > reached[place]:
                 reached[place] = depth
                 others = at_depth.get(depth, 0)
@@ -223,7 +223,7 @@ class NodeBudget:
                 if depth == 1:
                     catch_up += each.catch_up
             spread = catch_up / min(HORIZON, each.seq.remaining_tokens())
-            passing = of(worth(rows + taken, tokens)) + context
+            passing = of(worth(rows + taken, tokens)) + beside
             value = tokens / (passing + self.costs.drafting * (drafting + spread))
             if value > best:
                 best, count, best_drafting = value, taken, drafting + catch_up
@@ -259,7 +259,7 @@ class NodeBudget:
             if len(self._hopes) > 256:
                 self._hopes.clear()
             gains = Acceptance.like(BEST_ACCEPTANCE).gains(spec)
-            hopeful = [_Asking(each.seq, gains, each.pass_cost, 0.0) for each in asking]
+            hopeful = [_Asking(each.seq, gains, each.pass_cost, 0.0, each.row_context) for each in asking]
             choice = self._best(hopeful, tokens, rows, time)
             self._hopes[key] = choice is not None and choice.value > PROBE_GAIN * tokens / time
         return self._hopes[key]

@@ -17,7 +17,9 @@ from specdec.config import SpecConfig
 
 KEEP = 0.97  # of a sequence's observations: about the last 33 count
 SHARED_KEEP = 0.995  # of everybody's
-PRIOR = 4.0  # observations that what was expected counts for
+PRIOR = 4.0  # observations that the program's expectation counts for
+SHARED_PRIOR = 8.0  # and those of everybody for one sequence: texts differ less than short runs of luck
+IDLE_KEEP = 0.97  # of a sequence's observations, with every step that it does not draft: texts move on
 PROBE_EVERY = 24  # steps without speculation before one step tries again, at first
 LONGEST_PROBE_WAIT = 8 * PROBE_EVERY  # a probe that did not pay doubles the wait, up to this
 BEST_ACCEPTANCE = 0.8  # that a probe may hope for
@@ -37,13 +39,16 @@ TABULATED = 512  # rows up to which a table is spelled out
 class CostTable:
     """Relative time of a target pass by its rows, one row behind `CONTEXT` tokens = 1; lines between points.
 
-    `points` are (rows, time), ascending, the first (1, 1.0). `per_context` is what every further token of
-    context adds to the time of a row. `head_share` is the output head's part of a row's work, which rows
-    that no walk visits do without.
+    `points` are (rows, time), ascending, the first (1, 1.0), for rows of one sequence. `per_sequence` is what
+    every further sequence among the rows adds, and `sequence_context` what every further token behind a
+    sequence adds to that, however many rows it has; `per_context` is what the token adds to each row.
+    `head_share` is the output head's part of a row's work, which rows that no walk visits do without.
     """
 
     points: tuple[tuple[int, float], ...]
     per_context: float = 0.0
+    per_sequence: float = 0.0
+    sequence_context: float = 0.0
     head_share: float = 0.0
 
     def of(self, rows: float) -> float:
@@ -66,6 +71,16 @@ class CostTable:
         (before, low), (after, high) = self.points[index - 1], self.points[index]
         return low + (high - low) * (rows - before) / (after - before)
 
+    def beside(self, sequences: SequenceOf[tuple[int, int]]) -> float:
+        """What a pass takes beside its rows, for its sequences as (rows, tokens of context)."""
+        own = sum(self.sequence_context * (context - CONTEXT) for _, context in sequences)
+        rows = sum(count * self.of_context(context) for count, context in sequences)
+        return self.per_sequence * max(0, len(sequences) - 1) + own + rows
+
+    def of_context(self, context: int) -> float:
+        """What a row takes beyond one behind `CONTEXT` tokens."""
+        return self.per_context * (context - CONTEXT)
+
     def worth(self, rows: float, visited: float) -> float:
         """How many whole rows a pass does the work of, when walks visit so many of its rows."""
         return rows - self.head_share * (rows - visited)
@@ -78,8 +93,8 @@ FIXED_COSTS = CostTable(((1, 1.0), (4, 1.27), (8, 1.62), (12, 2.07), (16, 2.61),
 class Acceptance:
     """How often drafted tokens are accepted: a chain's first, and one behind an accepted one.
 
-    Shares of what was seen lately, `PRIOR` observations of what was expected among them. In a tree they speak
-    of the first child; what its siblings add is known by ratio.
+    Shares of what was seen lately, `PRIOR` or `SHARED_PRIOR` observations of what was expected among them. In a
+    tree they speak of the first child; what its siblings add is known by ratio.
 
     Args:
         expected: whose shares are expected; `EXPECTED_ACCEPTANCE` without.
@@ -88,6 +103,7 @@ class Acceptance:
 
     def __init__(self, expected: Acceptance | None = None, keep: float = KEEP) -> None:
         self._expected = expected
+        self._prior = PRIOR if expected is None else SHARED_PRIOR
         self._keep = keep
         self._hits = [0.0, 0.0]
         self._seen = [0.0, 0.0]
@@ -103,13 +119,13 @@ class Acceptance:
     def first(self) -> float:
         """Of a first token."""
         expected = EXPECTED_ACCEPTANCE if self._expected is None else self._expected.first
-        return (PRIOR * expected + self._hits[0]) / (PRIOR + self._seen[0])
+        return (self._prior * expected + self._hits[0]) / (self._prior + self._seen[0])
 
     @property
     def later(self) -> float:
         """Of one behind an accepted one."""
         expected = EXPECTED_ACCEPTANCE if self._expected is None else self._expected.later
-        return (PRIOR * expected + self._hits[1]) / (PRIOR + self._seen[1])
+        return (self._prior * expected + self._hits[1]) / (self._prior + self._seen[1])
 
     def learn(self, drafted_per_depth: SequenceOf[int], accepted: int) -> None:
         """Take in a verified tree: nodes at depth 1, 2, ..., and the length of the accepted path."""
@@ -121,6 +137,12 @@ class Acceptance:
             )
             self._seen[which] = self._keep * self._seen[which] + 1.0
             above = nodes
+
+    def age(self) -> None:
+        """A step without drafts: what was seen says less of the text there is now."""
+        for which in (0, 1):
+            self._hits[which] *= IDLE_KEEP
+            self._seen[which] *= IDLE_KEEP
 
     def gains(self, spec: SpecConfig) -> tuple[tuple[float, int], ...]:
         """The nodes of the settings' best tree, best first, each with its chance and its depth."""
@@ -246,6 +268,8 @@ class SpeculationController:
         self.drafting = bool(drafted_per_depth)
         if not drafted_per_depth:
             self.idle += 1
+            if self.shared is not None:
+                self.acceptance.age()
             return
         failed = self.is_due and not accepted
         self.wait = min(2 * self.wait, LONGEST_PROBE_WAIT) if failed else PROBE_EVERY

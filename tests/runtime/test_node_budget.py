@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp
 from typing import cast
 
@@ -20,7 +20,7 @@ from specdec.config import SpecConfig
 from specdec.live_costs import LiveCosts
 from specdec.node_budget import SILENT_ROW, NodeBudget
 from specdec.sequence import Sequence
-from specdec.speculation import PROBE_EVERY, CostTable, SpeculationController
+from specdec.speculation import PROBE_EVERY, Acceptance, CostTable, SpeculationController
 
 PASS_COST = 0.04
 
@@ -127,7 +127,8 @@ class Load:
         drafting = PASS_COST * sum(map(self.true.of, depths.values()))
         drafting += PASS_COST * self.true.of(depths[0]) if depths else 0.0
         drafting += PASS_COST * SILENT_ROW * late * (high - low) / (after - before)
-        passing = self.true.of(rows)
+        beside = self.true.beside([(1 + nodes, len(seq.token_ids)) for seq, nodes, _ in told])
+        passing = self.true.of(rows) + beside
         self.budget.ran(told, 0.013 * passing, 0.013 * drafting)
         self.tokens += len(self.running) + accepted_in_all
         self.time += passing + drafting
@@ -143,6 +144,8 @@ TWO_CORES = CostTable(
 # a card: rows are free for long
 CARD = CostTable(((1, 1.0), (16, 1.08), (64, 1.5), (256, 4.5)))
 
+# the same machine with what a sequence costs a pass, however many rows it has
+SEQUENCES = replace(TWO_CORES, per_context=6e-5, per_sequence=0.2, sequence_context=8e-4)
 FREE_ROWS = CostTable(tuple((rows, CARD.of(rows)) for rows, _ in TWO_CORES.points))
 
 
@@ -171,6 +174,7 @@ def test_where_speculation_loses_the_policy_costs_less_than_three_parts_in_a_hun
     ("costs", "chance", "clients"),
     [
         *((TWO_CORES, 0.45, 1), (TWO_CORES, 0.45, 4), (TWO_CORES, 0.85, 2), (TWO_CORES, 0.6, 8)),
+        *((SEQUENCES, 0.33, 1), (SEQUENCES, 0.38, 2), (SEQUENCES, 0.5, 8), (SEQUENCES, 0.6, 16)),
         *((CARD, 0.45, 1), (CARD, 0.6, 8), (CARD, 0.85, 16)),
     ],
 )
@@ -180,6 +184,46 @@ def test_where_it_gains_the_policy_is_near_the_best_fixed_chain(
     over_off, over_best = beside_fixed(costs, chance, clients)
     assert over_off > 0.97
     assert over_best > 0.95
+
+
+def test_what_a_sequence_costs_however_many_rows_it_has_is_no_price_of_its_drafts() -> None:
+    """Sixteen sequences whose attention takes as long as all products: a second row of each is cheap."""
+    dear = replace(TWO_CORES, per_sequence=0.3)
+    load = Load(dear, always(0.55), learns=True)
+    off = Load(dear, always(0.55), fixed=0).run(300, 16)
+    assert load.run(600, 16) > 1.02 * off
+    misled = Load(dear, always(0.55), expected=TWO_CORES, learns=True)
+    misled.run(600, 16)
+    assert sum(misled.drafted[-100:]) < 0.5 * sum(load.drafted[-100:])
+
+
+def test_a_new_text_is_not_given_up_for_a_few_drafts_that_fail() -> None:
+    """What everybody's drafts are worth counts for more than the first three of one text."""
+    load = Load(SEQUENCES, always(0.45))
+    load.run(300, 1)
+    load.running.clear()
+    load.run(1, 1)
+    seq = load.running[0]
+    for _ in range(3):
+        seq.controller.record([1], 0)
+    assert load.budget.plan([cast(Sequence, seq)])[seq.seq_id] > 0
+    for _ in range(150):
+        seq.controller.record([1], 0)
+    assert load.budget.plan([cast(Sequence, seq)])[seq.seq_id] == 0
+
+
+def test_what_was_seen_of_a_text_fades_while_it_does_not_draft() -> None:
+    shared = Acceptance(keep=0.995)
+    for turn in range(400):
+        shared.learn([1], turn % 2)
+    one = SpeculationController(adaptive=True, draft_cost=0.1, alone=False, shared=shared)
+    for _ in range(40):
+        one.acceptance.learn([1], 0)
+    bad = one.acceptance.first
+    assert bad < 0.25 < 0.45 < shared.first
+    for _ in range(200):
+        one.record([], 0)
+    assert one.acceptance.first == pytest.approx(shared.first, abs=0.02)
 
 
 def test_a_rise_of_the_load_stops_drafting_in_the_next_step_and_a_fall_brings_it_back() -> None:

@@ -67,7 +67,7 @@ def test_acceptance_is_learned_from_what_was_expected() -> None:
     assert own.later == EXPECTED_ACCEPTANCE, "a second token was never reached"
     for _ in range(60):
         own.learn([1, 1], 2)
-    assert own.first > 0.8 > own.later - 0.2
+    assert own.first > 0.75 > own.later - 0.2
     assert shared.first < 0.2
 
 
@@ -163,7 +163,7 @@ def test_costs_are_measured_once_and_kept(tiny_llama: Path, monkeypatch: pytest.
     assert [rows for rows, _ in table.points] == list(ROWS)
     assert costs[0] == 1.0
     assert costs == sorted(costs)
-    assert table.per_context >= 0
+    assert min(table.per_context, table.per_sequence, table.sequence_context) >= 0
     assert 0 < table.head_share < 1
     monkeypatch.setattr(cost_model, "measure_costs", lambda decoder: pytest.fail("measured twice"))
     assert target_costs(decoder, tiny_llama) == table
