@@ -93,8 +93,8 @@ FIXED_COSTS = CostTable(((1, 1.0), (4, 1.27), (8, 1.62), (12, 2.07), (16, 2.61),
 class Acceptance:
     """How often drafted tokens are accepted: a chain's first, and one behind an accepted one.
 
-    Shares of what was seen lately, `PRIOR` or `SHARED_PRIOR` observations of what was expected among them. In a
-    tree they speak of the first child; what its siblings add is known by ratio.
+    Shares of what was seen lately, `PRIOR` or `SHARED_PRIOR` observations of what was expected among them.
+    In a tree they speak of the first child; what its siblings add is known by ratio.
 
     Args:
         expected: whose shares are expected; `EXPECTED_ACCEPTANCE` without.
