@@ -55,7 +55,7 @@ class LiveCosts:
         self._draft, self._drafts = 0.0, 0
 
     def saw_pass(self, rows: float, seconds: float, beside: float = 0.0) -> None:
-        """Take in a decoding pass: the whole rows it was worth, its time, and the cost expected beside them."""
+        """Take in a decoding pass: the whole rows it was worth, its time, and the cost beside them."""
         if not self._learns or seconds <= 0:
             return
         near = self._neighbours(rows)
