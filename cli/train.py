@@ -234,7 +234,7 @@ def train(
             f"--data ({data}) is not a file; write one with specdec regenerate, or name a set as {SPELLING}"
         )
 
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from specdec.cli.console import emit_json, say
     from specdec.cli.layers import read_layers
@@ -242,41 +242,32 @@ def train(
     from specdec.hub import resolve_target
     from specdec.provenance import RunRecord, folder_fingerprint, sha256_file
     from specdec.train.records import data_file
-    from specdec.train.run import check_out_folder, plan_training, train_draft
+    from specdec.train.run import TrainRun, check_out_folder
 
     check_out_folder(out)
     folder = resolve_target(target)
     fingerprint = folder_fingerprint(folder)
     boundaries = read_layers(layers, fingerprint)
     _require_own_answers(data, fingerprint)
+    run = TrainRun(
+        target=folder,
+        boundaries=boundaries,
+        data=data,
+        out=out,
+        config=options,
+        states_cache=states_cache,
+        init_from=init_from,
+        resume=resume,
+        tracker=tracker,
+        report=say,
+    )
     if dry_run:
-        plan = plan_training(
-            folder,
-            boundaries=boundaries,
-            data=data,
-            out=out,
-            config=options,
-            states_cache=states_cache,
-            init_from=init_from,
-            report=say,
-        )
+        plan = run.plan()
         show_plan(plan)
         emit_json(plan.to_dict())
         return
     with named_flags(FLAGS, OtherRunError), step_bar() as on_step:
-        result = train_draft(
-            folder,
-            boundaries=boundaries,
-            data=data,
-            out=out,
-            config=options,
-            states_cache=states_cache,
-            init_from=init_from,
-            resume=resume,
-            tracker=tracker,
-            report=say,
-            on_step=on_step,
-        )
+        result = replace(run, on_step=on_step).train()
     if not result.main:
         return
     summary = dict(result.summary)

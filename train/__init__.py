@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.train.config import TrainConfig
     from specdec.train.evaluate import OfflineAcceptance, offline_acceptance
-    from specdec.train.run import TrainResult, train_draft
+    from specdec.train.run import TrainResult, TrainRun, train_draft
 
-__all__ = ["OfflineAcceptance", "TrainConfig", "TrainResult", "offline_acceptance", "train_draft"]
+__all__ = ["OfflineAcceptance", "TrainConfig", "TrainResult", "TrainRun", "offline_acceptance", "train_draft"]
 
 _HOMES = {
     "OfflineAcceptance": "evaluate",
     "TrainConfig": "config",
     "TrainResult": "run",
+    "TrainRun": "run",
     "offline_acceptance": "evaluate",
     "train_draft": "run",
 }

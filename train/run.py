@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,78 @@ def own_folder(out: Path) -> Iterator[None]:
                 out.rmdir()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainRun:
+    """A head to be trained: for which target, on what, from what, and where to.
+
+    Attributes:
+        target: Hugging Face folder.
+        boundaries: taps, ascending.
+        data: JSONL of the target's answers.
+        out: draft folder; checkpoints and `metrics.jsonl` go there too.
+        config: options.
+        states_cache: a folder that keeps target states over epochs and runs, or "online".
+        init_from: a draft folder to go on from; its vocabulary and shape are kept, and if its boundaries
+            are others its fusion is fitted to the new ones.
+        resume: go on from the newest checkpoint in `out`.
+        tracker: a tracker of accelerate's that also gets the numbers: tensorboard, trackio, ...
+        report: called with one line of progress, in the main process.
+        on_step: called after every step, in the main process.
+    """
+
+    target: str | Path
+    boundaries: Sequence[int]
+    data: str | Path
+    out: Path
+    config: TrainConfig = field(default_factory=TrainConfig)
+    states_cache: str = ONLINE
+    init_from: str | Path | None = None
+    resume: bool = True
+    tracker: str | None = None
+    report: Callable[[str], None] = lambda line: None
+    on_step: Callable[[StepNumbers], None] = lambda numbers: None
+
+    def train(self) -> TrainResult:
+        """Train the head and write its folder.
+
+        Raises:
+            SpecdecError: anything wrong with the options, the data or the folders.
+        """
+        check_tracker(self.tracker)
+        processes = Processes(shard=self.config.shard_weights)
+        program = peak_bytes(processes.device)
+        run = self
+        if processes.main:
+            check_out_folder(self.out)
+        else:
+            run = replace(self, report=lambda line: None, on_step=lambda numbers: None)
+        with own_folder(self.out) if processes.main else nullcontext():
+            parts = run._prepared(processes)
+            try:
+                return _train(run, parts, processes, program)
+            finally:
+                parts.close()
+
+    def plan(self) -> TrainPlan:
+        """What `train` would take, from a short measurement; writes nothing."""
+        check_out_folder(self.out)
+        processes = Processes(shard=self.config.shard_weights)
+        return make_plan(self._prepared(processes, plan_only=True), self.out, self.config, processes)
+
+    def _prepared(self, processes: Processes, plan_only: bool = False) -> Prepared:
+        return prepare(
+            self.target,
+            tuple(self.boundaries),
+            self.data,
+            self.config,
+            states_cache=self.states_cache,
+            init_from=self.init_from,
+            processes=processes,
+            report=self.report,
+            plan_only=plan_only,
+        )
+
+
 def train_draft(
     target: str | Path,
     *,
@@ -117,110 +189,33 @@ def train_draft(
     report: Callable[[str], None] = lambda line: None,
     on_step: Callable[[StepNumbers], None] = lambda numbers: None,
 ) -> TrainResult:
-    """Train a draft head for a target and write its folder.
-
-    Args:
-        target: Hugging Face folder.
-        boundaries: taps, ascending.
-        data: JSONL of the target's answers.
-        out: draft folder; checkpoints and `metrics.jsonl` go there too.
-        config: options; defaults of `TrainConfig`.
-        states_cache: a folder that keeps target states over epochs and runs, or "online".
-        init_from: a draft folder to go on from; its vocabulary and shape are kept, and if its boundaries
-            are others its fusion is fitted to the new ones.
-        resume: go on from the newest checkpoint in `out`.
-        tracker: a tracker of accelerate's that also gets the numbers: tensorboard, trackio, ...
-        report: called with one line of progress, in the main process.
-        on_step: called after every step, in the main process.
+    """Train a draft head for a target and write its folder; the arguments are those of `TrainRun`.
 
     Raises:
         SpecdecError: anything wrong with the options, the data or the folders.
     """
-    folder, config = Path(out), config or TrainConfig()
-    check_tracker(tracker)
-    processes = Processes(shard=config.shard_weights)
-    program = peak_bytes(processes.device)
-    if processes.main:
-        check_out_folder(folder)
-    else:
-        report, on_step = (lambda line: None), (lambda numbers: None)
-    with own_folder(folder) if processes.main else nullcontext():
-        parts = prepare(
-            target,
-            tuple(boundaries),
-            data,
-            config,
-            states_cache=states_cache,
-            init_from=init_from,
-            processes=processes,
-            report=report,
-        )
-        try:
-            return _train(
-                parts,
-                target,
-                folder,
-                config,
-                processes,
-                init_from,
-                resume,
-                str(data),
-                tracker,
-                program,
-                report,
-                on_step,
-            )
-        finally:
-            parts.close()
-
-
-def plan_training(
-    target: str | Path,
-    *,
-    boundaries: Sequence[int],
-    data: str | Path,
-    out: str | Path,
-    config: TrainConfig | None = None,
-    states_cache: str = ONLINE,
-    init_from: str | Path | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> TrainPlan:
-    """What `train_draft` with these arguments would take, from a short measurement; writes nothing."""
-    config = config or TrainConfig()
-    check_out_folder(Path(out))
-    processes = Processes(shard=config.shard_weights)
-    parts = prepare(
-        target,
-        tuple(boundaries),
-        data,
-        config,
+    return TrainRun(
+        target=target,
+        boundaries=boundaries,
+        data=data,
+        out=Path(out),
+        config=config or TrainConfig(),
         states_cache=states_cache,
         init_from=init_from,
-        processes=processes,
+        resume=resume,
+        tracker=tracker,
         report=report,
-        plan_only=True,
-    )
-    return make_plan(parts, Path(out), config, processes)
+        on_step=on_step,
+    ).train()
 
 
-def _train(
-    parts: Prepared,
-    target: str | Path,
-    folder: Path,
-    config: TrainConfig,
-    processes: Processes,
-    init_from: str | Path | None,
-    resume: bool,
-    data: str,
-    tracker: str | None,
-    program: int,
-    report: Callable[[str], None],
-    on_step: Callable[[StepNumbers], None],
-) -> TrainResult:
+def _train(run: TrainRun, parts: Prepared, processes: Processes, program: int) -> TrainResult:
+    """Train what is prepared; `program` is what the process held before it began, in bytes."""
+    folder, config, report = run.out, run.config, run.report
     head, training = parts.head, parts.training
     published = Publisher(
         folder,
-        target,
+        run.target,
         head,
         parts.source,
         parts.held_out,
@@ -233,21 +228,21 @@ def _train(
         },
         report=report,
     )
-    tracking = Tracking(processes.accelerator, tracker, folder, asdict(config))
+    tracking = Tracking(processes.accelerator, run.tracker, folder, asdict(config))
     trainer = Trainer(
         head,
         training,
         parts.source,
         config,
         folder,
-        contract=_contract(parts, config, init_from),
+        contract=_contract(parts, config, run.init_from),
         report=report,
         on_evaluate=published,
         processes=processes,
-        on_step=on_step,
+        on_step=run.on_step,
         track=tracking.track,
     )
-    if resume:
+    if run.resume:
         path = trainer.resume()
         if path is not None:
             report(f"resuming from {path} at step {trainer.step} of {trainer.total_steps}")
@@ -265,7 +260,7 @@ def _train(
     summary = {
         "target_fingerprint": parts.target_fingerprint,
         "template_hash": template_hash(parts.tokenizer),
-        "data": data,
+        "data": str(run.data),
         "boundaries": list(head.config.boundaries),
         "steps": outcome.steps,
         "complete": outcome.complete,
