@@ -17,6 +17,7 @@ from typing import Any
 from specdec.cli.console import progress
 from specdec.cli.datasets import Prompt, load_prompts, prompt_file
 from specdec.cli.outputs import is_run_record, require_not_input, require_own_record, require_writable
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
@@ -112,7 +113,7 @@ def finished_answers(path: Path) -> tuple[set[str], int]:
 
 def write_answers(plan: AnswerPlan) -> dict[str, Any]:
     """Answer the prompts and return a summary (counts, tokens, tokens/s)."""
-    prompts = [prompt for source in plan.sources for prompt in load_prompts(source)]
+    prompts = [prompt for source in plan.sources for prompt in load_prompts(source, "PROMPTS")]
     prompts = ordered_prompts(prompts, plan.order, plan.seed)[: plan.limit]
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise SpecdecError("the prompt sets share ids; give sets with distinct ids")
@@ -129,17 +130,20 @@ def _write(plan: AnswerPlan, prompts: list[Prompt]) -> dict[str, Any]:
     folder = resolve_target(plan.target)
     origin = _origin(plan, folder)
     done, tokens_before = finished_answers(plan.out)
-    _claim(plan.out, origin, started=bool(done))
+    if done:
+        _require_same_origin(plan.out, origin)
     context = ModelConfig.from_folder(folder).max_position_embeddings
-    engine = Engine(
-        folder,
-        config=EngineConfig(
+    with usage_errors(flags_of({"device": 0, "dtype": 0}, {"max_num_seqs": "--batch-size"})):
+        config = EngineConfig(
             device=plan.device,
             dtype=plan.dtype,
             max_num_seqs=plan.batch_size,
             max_model_len=min(context, plan.max_prompt_tokens + plan.max_tokens),
-        ),
-    )
+        )
+    engine = Engine(folder, config=config)
+    if not done:
+        # whose answers the file holds, before the first one
+        write_json_atomic(_record_path(plan.out), {"schema": RUN_SCHEMA, "extra": origin})
     longest_prompt = min(plan.max_prompt_tokens, engine.max_model_len - 1)
     todo = deque(prompt for prompt in prompts if prompt.id not in done)
     running: dict[int, tuple[Prompt, Sequence]] = {}
@@ -216,16 +220,13 @@ def _origin(plan: AnswerPlan, folder: Path) -> dict[str, Any]:
     }
 
 
-def _claim(out: Path, origin: dict[str, Any], *, started: bool) -> None:
-    """Write whose answers the file holds before the first one; refuse to go on with others.
+def _require_same_origin(out: Path, origin: dict[str, Any]) -> None:
+    """Refuse to go on with answers of another kind.
 
     Raises:
         SpecdecError: the file was begun with another target, other sampling or another dtype.
     """
     record = _record_path(out)
-    if not started:
-        write_json_atomic(record, {"schema": RUN_SCHEMA, "extra": origin})
-        return
     # records from before there was a choice name no dtype
     before = {"dtype": "float32", **(read_json(record).get("extra", {}) if record.exists() else {})}
     for name, value in origin.items():

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.datasets import SETS_HELP
 from specdec.errors import UsageError
 
 FULL = "C0,C1,C2,C3,C4,C5"
@@ -36,7 +37,7 @@ def audit(
         typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES [default: tree:4x4:15, lossy chain:3]."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at once.")] = 4,
-    data: Annotated[str, typer.Option(help="Prompts of C1 to C4: a set by name, or a file.")] = "mt_bench",
+    data: Annotated[str, typer.Option(help=f"Prompts of C1 to C4: {SETS_HELP}.")] = "mt_bench",
     limit: Annotated[int, typer.Option(min=1, help="Prompts used.")] = 16,
     tasks: Annotated[str, typer.Option(help="Exact-match tasks: easy, gsm8k.")] = "easy,gsm8k",
     task_limit: Annotated[int, typer.Option(min=1, help="Tasks used of each set.")] = 24,

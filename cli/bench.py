@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.benching.sides import check_sides, only, parse_numbers
+from specdec.cli.datasets import SETS_HELP
 from specdec.errors import UsageError
 
 # readings of each piece of work: the least that shows a spread
@@ -40,9 +41,7 @@ def bench(
     exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Prompt set by name, or a .jsonl / .txt file; may be repeated [default: mt_bench]."
-        ),
+        typer.Option(help=f"Prompts: {SETS_HELP}; may be repeated [default: mt_bench]."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts of each set.")] = None,
     spread: Annotated[

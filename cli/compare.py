@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.datasets import SETS_HELP
 from specdec.errors import UsageError
 
 
@@ -28,7 +29,7 @@ def compare(
         list[str] | None,
         typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES; may be repeated [default: chain:3]."),
     ] = None,
-    data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
+    data: Annotated[str, typer.Option(help=f"Prompts: {SETS_HELP}.")] = "mt_bench",
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens every engine writes for each prompt.")] = 128,
     batch_size: Annotated[

@@ -24,6 +24,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from specdec.cli.first_words import first_words
+
 # seconds between plain progress lines: a log stays readable, and a stuck run is still noticed
 LINE_INTERVAL_S = 5.0
 # columns given to tables that no terminal limits, so that redirected tables are not wrapped
@@ -32,6 +34,7 @@ _FILE_WIDTH = 200
 
 def say(message: str) -> None:
     """Tell the user something on the way: one line on stderr."""
+    first_words.said()
     print(message, file=sys.stderr, flush=True)
 
 
@@ -44,6 +47,7 @@ class Bar:
         self.completed = 0.0
         self._started = time.monotonic()
         self._last_line = self._started
+        first_words.said()
         self._rich: Progress | None = None
         if sys.stderr.isatty():
             self._rich = Progress(
@@ -124,6 +128,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
         columns: Headings.
         rows: One sequence of cells for each row, as long as ``columns``.
     """
+    first_words.said()
     # Text, not str: rich would read [words] in brackets as markup and drop them
     table = Table(title=Text(title), title_justify="left")
     for index, heading in enumerate(columns):
@@ -137,4 +142,5 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
 def emit_json(obj: dict[str, Any]) -> None:
     """Print the result as one compact JSON object: the last line of stdout."""
+    first_words.said()
     print(json.dumps(obj, separators=(",", ":"), ensure_ascii=False, allow_nan=False), flush=True)

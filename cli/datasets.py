@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UsageError
 from specdec.train.records import turns_of
-from specdec.train.streamed_sets import is_streamed, local_copy
+from specdec.train.streamed_sets import SPELLING, is_streamed, local_copy
 
 _BENCH = Path(__file__).parent / "data"
 _TRAIN = Path(__file__).parent.parent / "train" / "data"
@@ -31,6 +31,8 @@ PROMPT_SETS: dict[str, Path] = {
     "train": _TRAIN / "train_prompts.jsonl",
     "train_synthetic": _TRAIN / "train_prompts_synthetic.jsonl",
 }
+# how an option's help spells what may be given
+SETS_HELP = f"a prompt set ({', '.join(PROMPT_SETS)}), or a .jsonl / .txt file"
 # answers of SmolLM2-135M (code, maths, chat) and book passages (prose), about 16,000 tokens each
 CALIBRATION: dict[str, Path] = {
     domain: _BENCH / f"calibration_{domain}.jsonl" for domain in ("prose", "code", "maths", "chat")
@@ -52,20 +54,36 @@ class Prompt:
     turns: tuple[str, ...]
 
 
-def prompt_file(name_or_path: str) -> Path:
+def prompt_file(name_or_path: str, option: str = "--data") -> Path:
     """Find the prompt file for what a user typed: a shipped set's name, a .jsonl or .txt, or a streamed set.
+
+    Args:
+        name_or_path: what was typed.
+        option: where, for the message.
 
     Raises:
         SpecdecError: none of them, or a set (`hf:NAME`) that cannot be had.
     """
     if is_streamed(name_or_path):
         return local_copy(name_or_path)
-    return _find(name_or_path, PROMPT_SETS)
+    return _find(option, name_or_path, PROMPT_SETS)
+
+
+def require_training_data(data: Path) -> None:
+    """Refuse what is neither a file nor the spelling of a streamed set, before anything is loaded.
+
+    Raises:
+        UsageError: naming both.
+    """
+    if not is_streamed(str(data)) and not data.is_file():
+        raise UsageError(
+            f"--data ({data}) is not a file; write one with specdec regenerate, or name a set as {SPELLING}"
+        )
 
 
 def text_file(name_or_path: str) -> Path:
     """Find a file of texts or prompts for calibration: a shipped corpus or set, or a file."""
-    return _find(name_or_path, {**CORPORA, **PROMPT_SETS})
+    return _find("--data", name_or_path, {**CORPORA, **PROMPT_SETS})
 
 
 def calibration_files(spelling: str) -> dict[str, Path]:
@@ -83,14 +101,14 @@ def calibration_files(spelling: str) -> dict[str, Path]:
     for part in spelling.split(","):
         domain, equals, name = (word.strip() for word in part.partition("="))
         if not equals or not domain or not name:
-            raise SpecdecError(f"data set ({spelling}): ({part}) must be DOMAIN=FILE, as in prose=book.txt")
+            raise SpecdecError(f"--data ({spelling}): ({part}) must be DOMAIN=FILE, as in prose=book.txt")
         if domain in found:
-            raise SpecdecError(f"data set ({spelling}) names the domain ({domain}) twice")
+            raise SpecdecError(f"--data ({spelling}) names the domain ({domain}) twice")
         found[domain] = CALIBRATION[name] if name in CALIBRATION else text_file(name)
     return found
 
 
-def _find(name_or_path: str, named: dict[str, Path]) -> Path:
+def _find(option: str, name_or_path: str, named: dict[str, Path]) -> Path:
     if name_or_path in named:
         return named[name_or_path]
     path = Path(name_or_path).expanduser()
@@ -98,23 +116,24 @@ def _find(name_or_path: str, named: dict[str, Path]) -> Path:
         return path
     if path.exists():
         raise SpecdecError(
-            f"data set ({name_or_path}) must be a .jsonl or .txt file, or one of {', '.join(named)}"
+            f"{option} ({name_or_path}) must be a .jsonl or .txt file, or one of {', '.join(named)}"
         )
-    raise SpecdecError(f"data set ({name_or_path}) is no file and no known name; known: {', '.join(named)}")
+    raise SpecdecError(f"{option} ({name_or_path}) is no file and no known name; known: {', '.join(named)}")
 
 
-def load_prompts(name_or_path: str) -> list[Prompt]:
+def load_prompts(name_or_path: str, option: str = "--data") -> list[Prompt]:
     """Read prompts in file order.
 
     Args:
         name_or_path: A name in PROMPT_SETS; a .jsonl with ``prompt`` (one turn) or ``turns`` in each row, ids
             and categories optional (Spec-Bench's ``question_id`` is understood); or a .txt with one prompt a
             line.
+        option: where it was typed, for the message.
 
     Raises:
         SpecdecError: Unknown name, unreadable file, or a row that holds no prompt, with its line number.
     """
-    path = prompt_file(name_or_path)
+    path = prompt_file(name_or_path, option)
     try:
         # not splitlines: prompts may hold U+2028 and its like, which do not end a line of a .jsonl
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.datasets import SETS_HELP
 from specdec.cli.usage import check_exact, flags_of, usage_errors
 from specdec.errors import UsageError
 
@@ -17,9 +18,7 @@ def generate(
         str | None, typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="One user message; without it, a chat.")] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="Prompt set by name, or a .jsonl / .txt file, one answer each.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=f"One answer to each of {SETS_HELP}.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the answers of --prompts here (JSONL).")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
     shape: Annotated[str, typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES.")] = "chain:3",
@@ -122,7 +121,8 @@ def generate(
         for text in texts or ():
             require_unicode(option, text)
     if out is not None and prompts is not None:
-        inputs = {"--prompts": prompt_file(prompts), "--json-schema": json_schema, "--ebnf": ebnf}
+        source = prompt_file(prompts, "--prompts")
+        inputs = {"--prompts": source, "--json-schema": json_schema, "--ebnf": ebnf}
         require_not_input("--out", out, inputs)
     grammar = read_grammar(json_schema, regex, ebnf)
     with usage_errors(flags_of(SamplingParams.__dataclass_fields__, FLAGS)):

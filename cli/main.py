@@ -42,6 +42,7 @@ from specdec.cli.bench import bench
 from specdec.cli.compare import compare
 from specdec.cli.demo import demo
 from specdec.cli.export import export
+from specdec.cli.first_words import first_words
 from specdec.cli.generate import generate
 from specdec.cli.import_draft import import_draft
 from specdec.cli.load_sweep import load_sweep
@@ -68,6 +69,8 @@ app = typer.Typer(
 )
 
 _INTERRUPTED, _STOPPED = 130, 143
+# what is answered without reading anything
+_QUICK = {"-h", "--help", "--version"}
 # typer carries its own copy of click from 0.26 on and used the installed one before; this is either's
 _WRONG_USAGE: tuple[type[BaseException], ...] = typer.BadParameter.__bases__
 
@@ -125,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and words and not _QUICK & set(words) and os.environ.get("RANK", "0") == "0":
+        first_words.watch(f"specdec {words[0]}")
     try:
         outcome = app(args=words or ["--help"], prog_name="specdec", standalone_mode=False)
         # typer 0.29 turns an interrupt into this exit code, older ones raise Abort
@@ -161,6 +166,7 @@ def _usage_message(error: BaseException) -> str:
 def _fail(message: str, code: int) -> int:
     if os.environ.get("SPECDEC_DEBUG") == "1" and sys.exc_info()[0] is not None:
         traceback.print_exc()
+    first_words.said()
     print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
     return code
 

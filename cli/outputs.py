@@ -1,18 +1,20 @@
 """Where a command may write: asked before the minutes of work, not after.
 
-Owns the refusals: no place for a file, an input that would be overwritten, a record that is not specdec's.
-Knows nothing of what is written.
+Owns the refusals: no place for a file, an input that would be overwritten, a file that this command did not
+write; and how a record of specdec is told from other files. Knows nothing of what is written.
 """
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specdec.errors import UsageError
-from specdec.provenance import RUN_SCHEMA
 
 _PROC = Path("/proc")
+_SCHEMA = re.compile(r"specdec\.([a-z_-]+)/\d+")
 
 
 def require_writable(option: str, path: Path) -> None:
@@ -67,13 +69,65 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
+def record_kind(body: Any) -> str | None:
+    """What kind of record of specdec a parsed file is ("bench", "run", ...); None for anything else."""
+    found = _SCHEMA.fullmatch(str(body.get("schema"))) if isinstance(body, dict) else None
+    return found[1] if found else None
+
+
+def kind_of_file(path: Path) -> str | None:
+    """What kind of record of specdec a file holds; None for anything else, and where there is none."""
+    try:
+        return record_kind(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
 def is_run_record(path: Path) -> bool:
     """Whether a file is a run record of specdec."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and record.get("schema") == RUN_SCHEMA
+    return kind_of_file(path) == "run"
+
+
+def require_own_result(option: str, path: Path, *kinds: str) -> None:
+    """Refuse an output that would replace something else than an earlier result of the same kind.
+
+    A file without content may be written: some make it first to have the name.
+
+    Args:
+        option: the one that names the output.
+        path: the output.
+        kinds: kinds of records that the command writes there.
+
+    Raises:
+        UsageError: naming the option and what is there.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return
+    found = kind_of_file(path)
+    if found not in kinds:
+        what = "no record of specdec" if found is None else f"a {found} record"
+        raise UsageError(
+            f"{option} ({path}) exists and is {what}, which a {kinds[0]} record must not replace; "
+            "name another file"
+        )
+
+
+def require_own_beside(option: str, result: Path, beside: Path) -> None:
+    """Refuse a file written beside a result where there is one that no earlier result explains.
+
+    Args:
+        option: the one that names the result.
+        result: the file or folder that the user named.
+        beside: what the command writes as well, under a name of its own making.
+
+    Raises:
+        UsageError: naming both.
+    """
+    require_writable(option, beside)
+    if beside.exists() and not result.exists():
+        raise UsageError(
+            f"{option} ({result}) would also replace {beside}, which no earlier run wrote; name another"
+        )
 
 
 def require_own_record(option: str, out: Path, record: Path) -> None:

@@ -5,15 +5,14 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.datasets import SETS_HELP
 from specdec.errors import UsageError
 
 ORDERS = ("balanced", "shuffled", "file")
 
 
 def regenerate(
-    prompts: Annotated[
-        list[str], typer.Argument(help="Prompt sets: names that bench knows, or .jsonl / .txt files.")
-    ],
+    prompts: Annotated[list[str], typer.Argument(help=f"Prompts to answer, each {SETS_HELP}.")],
     target: Annotated[str, typer.Option(help="Folder, or a name that pull knows.")],
     out: Annotated[
         Path, typer.Option(help="Answers, one JSON object a line; an existing file is continued.")
@@ -41,11 +40,13 @@ def regenerate(
     """
     from specdec.cli.answers import AnswerPlan, write_answers
     from specdec.cli.console import emit_json
-    from specdec.sequence import SamplingParams
+    from specdec.cli.usage import flags_of, usage_errors
+    from specdec.sampling_params import SamplingParams
 
     if order not in ORDERS:
         raise UsageError(f"--order ({order}) must be one of {', '.join(ORDERS)}")
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    with usage_errors(flags_of(SamplingParams.__dataclass_fields__, {})):
+        params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     summary = write_answers(
         AnswerPlan(
             sources=prompts,

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.datasets import SETS_HELP
+
 
 def replay(
     target: Annotated[str, typer.Argument(help="Folder, a name that pull knows, or random:SHAPE.")],
@@ -12,7 +14,7 @@ def replay(
         str, typer.Option(help="ngram, a draft folder, a shipped draft, or ngram+DRAFT.")
     ] = "ngram",
     shape: Annotated[str, typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES.")] = "chain:3",
-    data: Annotated[str, typer.Option(help="Prompt set by name, or a .jsonl / .txt file.")] = "mt_bench",
+    data: Annotated[str, typer.Option(help=f"Prompts: {SETS_HELP}.")] = "mt_bench",
     limit: Annotated[int, typer.Option(min=1, help="Conversations.")] = 50,
     turns: Annotated[
         int,

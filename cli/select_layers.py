@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specdec.cli.datasets import calibration_files
-from specdec.cli.outputs import require_not_input, require_own_record, require_writable
+from specdec.cli.outputs import (
+    require_not_input,
+    require_own_beside,
+    require_own_record,
+    require_own_result,
+    require_writable,
+)
 from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.engine_limits import ENGINES
 from specdec.errors import SpecdecError, UsageError
@@ -265,7 +271,10 @@ def _require_outputs(
         require_writable(option, path)
         for file in inputs:
             require_not_input(option, path, {"--data": file})
+    require_own_result("--out", out, "selection")
     require_own_record("--out", out, record)
+    for path in pictures[1:]:
+        require_own_beside("--picture", pictures[0], path)
     seen: dict[Path, str] = {}
     for option, path in named:
         if path.resolve() in seen:

@@ -22,7 +22,7 @@ PRETRAINED = Path(__file__).resolve().parent / "pretrained"
 LOOKUP = "ngram"
 RANDOM = "random"
 
-__all__ = ["LoadedDraft", "draft_folder", "load_draft", "load_drafter", "shipped_drafts"]
+__all__ = ["LoadedDraft", "check_spelling", "draft_folder", "load_draft", "load_drafter", "shipped_drafts"]
 
 
 def shipped_drafts() -> list[str]:
@@ -53,6 +53,29 @@ def _allowed() -> str:
     )
 
 
+def check_spelling(spelling: str) -> None:
+    """Refuse what names no drafter, before a target is loaded for it.
+
+    Raises:
+        SpecdecError: naming what there is.
+    """
+    head = _head_of(spelling)
+    if head not in (None, RANDOM):
+        draft_folder(head)
+
+
+def _head_of(spelling: str) -> str | None:
+    """The draft head in a spelling; None where it is lookup alone."""
+    if spelling == LOOKUP:
+        return None
+    if not spelling.startswith(f"{LOOKUP}+"):
+        return spelling
+    head = spelling.removeprefix(f"{LOOKUP}+")
+    if not head.strip() or head.split("+")[0] == LOOKUP:
+        raise SpecdecError(f"--draft ({spelling}) must add a draft head to {LOOKUP}; {_allowed()}")
+    return head
+
+
 def load_drafter(spelling: str, target: TargetView) -> Drafter:
     """Build the drafter a user named, for the target at hand.
 
@@ -62,14 +85,11 @@ def load_drafter(spelling: str, target: TargetView) -> Drafter:
     from specdec.drafts.ngram import NgramDrafter
     from specdec.drafts.stacked import StackedDrafter
 
-    if spelling == LOOKUP:
+    head = _head_of(spelling)
+    if head is None:
         return NgramDrafter()
-    if spelling.startswith(f"{LOOKUP}+"):
-        head = spelling.removeprefix(f"{LOOKUP}+")
-        if not head.strip() or head.split("+")[0] == LOOKUP:
-            raise SpecdecError(f"--draft ({spelling}) must add a draft head to {LOOKUP}; {_allowed()}")
-        return StackedDrafter(NgramDrafter(), _load_head(head, target))
-    return _load_head(spelling, target)
+    drafter = _load_head(head, target)
+    return drafter if head == spelling else StackedDrafter(NgramDrafter(), drafter)
 
 
 def _load_head(name: str, target: TargetView) -> Drafter:

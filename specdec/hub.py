@@ -78,6 +78,11 @@ def resolve_target(name_or_path: str) -> Path:
             f"TARGET ({name_or_path}) is a file; convert it first: specdec pull {name_or_path}"
         )
     if path.is_dir():
+        if not (path / "config.json").exists():
+            raise SpecdecError(
+                f"TARGET ({name_or_path}) holds no config.json; name a Hugging Face model folder "
+                "(config.json, safetensors, tokenizer)"
+            )
         check_model_folder(path)
         if not list(path.glob("*.safetensors")):
             raise SpecdecError(

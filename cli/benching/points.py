@@ -15,6 +15,7 @@ from specdec.cli.benching.measure import PLAIN, BenchPrompt, Follow, Measured, S
 from specdec.cli.datasets import Prompt, choose_prompts, load_prompts
 from specdec.cli.shapes import parse_shape
 from specdec.config import SpecConfig
+from specdec.drafts import check_spelling
 from specdec.errors import SpecdecError, UsageError
 from specdec.requests import PromptEncoder
 from specdec.verification.registry import rule_named
@@ -88,6 +89,17 @@ def settings_of(
     if len(names) != len(settings) or len(set(rules)) != len(rules):
         raise SpecdecError("--draft, --shape and --rule must not name the same setting twice")
     return settings
+
+
+def check_drafts(settings: Sequence[Setting]) -> None:
+    """Refuse a draft that is none before the target is loaded.
+
+    Raises:
+        SpecdecError: naming what there is.
+    """
+    for draft in {setting.draft for setting in settings} - {None}:
+        assert draft is not None, "the settings without a draft are left out"
+        check_spelling(draft)
 
 
 def split_draft(spelled: str) -> tuple[str, str | None]:

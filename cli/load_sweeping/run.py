@@ -31,9 +31,10 @@ from specdec.cli.load_sweeping.turns import (
     run_side_by_side,
 )
 from specdec.cli.loading.traffic import prefix_texts
-from specdec.cli.outputs import require_writable
+from specdec.cli.outputs import require_own_beside, require_own_result, require_writable
 from specdec.cli.shapes import parse_shape
 from specdec.config import SpecConfig
+from specdec.drafts import check_spelling
 from specdec.errors import SpecdecError, UsageError
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, folder_fingerprint, sha256_text, write_json_atomic
@@ -105,8 +106,11 @@ def run_load_sweep(options: LoadSweepOptions) -> dict[str, Any]:
         SpecdecError: an option that is wrong, a folder of another sweep, a request that fails.
     """
     settings = settings_of(options)
-    for name in ("load_sweep.json", "load_sweep.png", "turns.jsonl"):
+    check_spelling(options.draft)
+    for name in ("load_sweep.json", "turns.jsonl"):
         require_writable("--out", options.out / name)
+    require_own_result("--out", options.out / "load_sweep.json", "load_sweep")
+    require_own_beside("--out", options.out / "turns.jsonl", options.out / "load_sweep.png")
     folder = resolve_target(options.target)
     encoder = PromptEncoder(folder)
     prompts = {name: sweep_prompts(encoder, name, options.prefix_words) for name in options.data}

@@ -24,7 +24,12 @@ from specdec.cli.loading.plan import LoadPlan
 from specdec.cli.loading.soak import print_soak, soak
 from specdec.cli.loading.traffic import Conversation, make_traffic, prefix_texts, probe_text, warm_up_text
 from specdec.cli.loading.windows import DEFINITIONS as SOAK_DEFINITIONS
-from specdec.cli.outputs import require_not_input, require_writable
+from specdec.cli.outputs import (
+    require_not_input,
+    require_own_beside,
+    require_own_result,
+    require_writable,
+)
 from specdec.errors import SpecdecError
 from specdec.provenance import RunRecord, sha256_file, write_json_atomic
 
@@ -44,9 +49,10 @@ def run_load(plan: LoadPlan) -> dict[str, Any]:
     if plan.out is not None:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
+        require_own_result("--out", plan.out, "load", "soak")
         if len(plan.concurrency) > 1:
             picture = plan.out.with_suffix(".png")
-            require_writable("--out", picture)
+            require_own_beside("--out", plan.out, picture)
     prompts = load_prompts(plan.data)[: plan.limit]
     summary, loads = asyncio.run(_measure(plan, prompts))
     if plan.duration is not None:

@@ -16,11 +16,12 @@ import torch
 from specdec.cli.bootstrap import ratio_interval
 from specdec.cli.console import format_interval, print_table, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file
-from specdec.cli.outputs import require_not_input, require_writable
+from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 from specdec.cli.replaying.turns import Conversation, Turn, answer_batch, conversations_of, replay_turns
 from specdec.cli.shapes import parse_shape
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, SpecConfig
+from specdec.drafts import check_spelling
 from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.provenance import RunRecord, sha256_file, write_json_atomic
@@ -120,11 +121,15 @@ def figures_of(turns: list[Turn]) -> dict[str, Any]:
 def run_replay(plan: ReplayPlan) -> dict[str, Any]:
     """Replay, print the table, write `--out`; returns the summary for the JSON line."""
     config = plan.engine_config()
+    with usage_errors({"temperature": "--temperature"}):
+        params = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature)
+    check_spelling(plan.draft)
     prompts = load_prompts(plan.data)
     talks = conversations_of(prompts, plan.limit, plan.turns, plan.seed)
     if plan.out is not None:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
+        require_own_result("--out", plan.out, "replay")
     warm = Engine(plan.target, draft=plan.draft, config=config)
     _require_room(warm, talks, plan)
     # enough for a batch of the longest, since it keeps nothing
@@ -134,7 +139,6 @@ def run_replay(plan: ReplayPlan) -> dict[str, Any]:
     # an uncounted answer each, so that the first turn pays for no compiling
     for engine in (cold, warm):
         answer_batch(engine, [([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))])
-    params = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature)
     with progress("turns", len(talks) * plan.turns) as bar:
         turns = replay_turns(warm, cold, talks, params, plan.batch_size, bar.advance)
     assert warm.prefixes is not None, "the warm engine keeps prefixes"

@@ -8,13 +8,13 @@ nothing of figures.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.outputs import record_kind
 from specdec.errors import UsageError
 
 PLAIN = "plain"
@@ -33,7 +33,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "selection": ("target", "boundaries", "scores", "cka"),
     RUN: ("command", "versions", "hardware"),
 }
-_SCHEMA = re.compile(r"specdec\.([a-z_-]+)/(\d+)")
 _METRICS = "metrics.jsonl"
 # a file that says what is done, not what was measured
 _RUN_SUFFIX = "run.json"
@@ -138,13 +137,12 @@ def _read(path: Path, *, strict: bool) -> Record | None:
         if strict:
             raise UsageError(f"RUN ({path}) is not valid JSON: {error}") from error
         return None
-    found = _SCHEMA.fullmatch(str(body.get("schema"))) if isinstance(body, dict) else None
-    if found is None or found[1] not in _NEEDED:
+    kind = record_kind(body)
+    if kind is None or kind not in _NEEDED:
         if strict:
             kinds = ", ".join(_NEEDED)
             raise UsageError(f"RUN ({path}) is no record that a report can show; known: {kinds}, {_METRICS}")
         return None
-    kind = found[1]
     if kind == RUN and not strict and _goes_with_another(path):
         return None
     missing = [name for name in _NEEDED[kind] if name not in body]

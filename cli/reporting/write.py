@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.console import say
-from specdec.cli.outputs import require_not_input, require_writable
+from specdec.cli.outputs import require_not_input, require_own_beside, require_writable
 from specdec.cli.paper import to_markdown
 from specdec.cli.paper_page import to_html
 from specdec.cli.report import FORMATS
@@ -52,6 +52,7 @@ def run_report(plan: ReportPlan) -> dict[str, Any]:
     for path in files.values():
         require_writable("--out", path)
         require_not_input("--out", path, {f"RUN {number}": run for number, run in enumerate(plan.runs, 1)})
+        require_own_beside("--out", plan.out, path)
     records = read_records(plan.runs)
     summary: dict[str, Any] = {"schema": SCHEMA, "records": [[one.name, one.kind] for one in records]}
     if plan.diff:
@@ -84,14 +85,18 @@ def _files(plan: ReportPlan) -> dict[str, Path]:
 
 def _write(report: Report, files: dict[str, Path]) -> None:
     drawings = [drawing for section in report.sections for drawing in section.drawings]
-    stem = next(iter(files.values())).stem
+    out = next(iter(files.values()))
+    stem = out.stem
+    if "png" in files and not drawings:
+        raise UsageError("--format (png) needs a chart, and these records have none; write html or md")
+    # every place is looked at before the first file is written
+    linked = drawings if "md" in files else []
+    beside = {drawing.key: out.with_name(f"{stem}-{drawing.key}.png") for drawing in linked}
+    for path in beside.values():
+        require_own_beside("--out", out, path)
     paper = report.paper(stem) if {"html", "md"} & set(files) else None
     for name, path in files.items():
         if name == "png":
-            if not drawings:
-                raise UsageError(
-                    "--format (png) needs a chart, and these records have none; write html or md"
-                )
             write_bytes_atomic(path, sheet_png(drawings, title=report.title))
         elif name == "html":
             assert paper is not None, "a page is made of the drawn report"
@@ -99,5 +104,5 @@ def _write(report: Report, files: dict[str, Path]) -> None:
         else:
             assert paper is not None, "Markdown is made of the drawn report"
             for drawing in drawings:
-                write_bytes_atomic(path.with_name(f"{stem}-{drawing.key}.png"), drawing.png())
+                write_bytes_atomic(beside[drawing.key], drawing.png())
             write_text_atomic(path, to_markdown(paper))

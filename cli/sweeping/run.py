@@ -12,7 +12,7 @@ import torch
 from specdec.audit.goodness import sign_test
 from specdec.audit.parity import Task
 from specdec.cli.console import print_table, progress, say
-from specdec.cli.outputs import require_writable
+from specdec.cli.outputs import require_own_beside, require_own_result, require_writable
 from specdec.cli.paper import cell_text
 from specdec.cli.paper_page import write_paper
 from specdec.cli.shapes import parse_shape
@@ -22,6 +22,7 @@ from specdec.cli.sweeping.picture import draw_sweep
 from specdec.cli.sweeping.points import AXES, PLAIN, check_lossy, grid, mark_dominated
 from specdec.cli.sweeping.report import PRINTED, row_of, sweep_paper
 from specdec.cli.tasks import exact_match_tasks
+from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig
 from specdec.engine import Engine
 from specdec.errors import RuleMismatchError, UsageError
@@ -59,6 +60,24 @@ class SweepOptions:
     seed: int
     out: Path
 
+    def params(self) -> SamplingParams:
+        """How answers are sampled.
+
+        Raises:
+            UsageError: a value out of range, by its flag.
+        """
+        with usage_errors(flags_of({"temperature": 0, "seed": 0}, {})):
+            return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed)
+
+    def engine_config(self) -> EngineConfig:
+        """Of the engine that holds the weights of all.
+
+        Raises:
+            UsageError: a dtype that there is not.
+        """
+        with usage_errors(flags_of({"dtype": 0}, {})):
+            return EngineConfig(dtype=self.dtype, max_num_seqs=1, kv_tokens=64)
+
 
 def run_sweep(options: SweepOptions) -> dict[str, Any]:
     """Measure what is missing, compare what exists, write the folder; returns the JSON line.
@@ -68,6 +87,8 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
     Raises:
         SpecdecError: an option that is wrong, or a point that cannot be measured.
     """
+    options.params()
+    options.engine_config()
     check_lossy(options.rules, lossy=options.lossy, exact=options.exact)
     if options.lossy and options.temperature <= GREEDY_TEMPERATURE:
         raise UsageError(
@@ -77,7 +98,11 @@ def run_sweep(options: SweepOptions) -> dict[str, Any]:
     for shape in options.shapes:
         parse_shape(shape)
     fingerprints = {draft: draft_fingerprint(draft) for draft in (PLAIN, *options.drafts)}
-    require_writable("--out", options.out / "sweep.json")
+    result = options.out / "sweep.json"
+    require_writable("--out", result)
+    require_own_result("--out", result, "sweep")
+    for ending in (".md", ".html", ".png"):
+        require_own_beside("--out", options.out / "points", result.with_suffix(ending))
     folder = resolve_target(options.target)
     encoder = PromptEncoder(folder)
     tasks = exact_match_tasks(
@@ -153,11 +178,9 @@ def _shared(options: SweepOptions, folder: Path, tasks: Sequence[Task]) -> dict[
 
 def _bench(options: SweepOptions, folder: Path, tasks: list[Task], longest: int) -> SweepBench:
     return SweepBench(
-        base=Engine(folder, config=EngineConfig(dtype=options.dtype, max_num_seqs=1, kv_tokens=64)),
+        base=Engine(folder, config=options.engine_config()),
         tasks=tasks,
-        params=SamplingParams(
-            temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
-        ),
+        params=options.params(),
         kv_tokens=longest,
         lossy=options.lossy,
     )
