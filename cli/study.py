@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.datasets import require_training_data
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.errors import SpecdecError, UsageError
 from specdec.train.study_config import STUDY_TRAINING, StudyConfig
@@ -22,7 +23,13 @@ FLAGS = flags_of({**vars(DEFAULT), **vars(STUDY_TRAINING)}, {"learning_rate": "-
 
 def study(
     target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
-    data: Annotated[Path, typer.Option(help="JSONL of the target's answers (specdec regenerate).")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="JSONL of the target's answers (specdec regenerate), or hf:NAME[,config=C][,split=S]"
+            "[,limit=N] of the datasets library."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the study; run again to go on.")],
     layers: Annotated[
         list[str] | None, typer.Option(help="A set to compare, NAME=11,18,27 or NAME=selection.json; repeat.")
@@ -62,9 +69,7 @@ def study(
 ) -> None:
     """Train heads on many tap sets with equal budget and compare their acceptance."""
     counts, per_count = _numbers("--k", k), _numbers("--seeds", seeds)
-    if not data.is_file():
-        raise UsageError(f"--data ({data}) is not a file; write one with specdec regenerate")
-
+    require_training_data(data)
     if random_sets < 0 or probe_tokens < 0:
         option, value = (
             ("--random-sets", random_sets) if random_sets < 0 else ("--probe-tokens", probe_tokens)

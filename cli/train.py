@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec.cli.datasets import require_training_data
 from specdec.cli.option_file import take_options
 from specdec.cli.usage import flags_of, named_flags, usage_errors
-from specdec.errors import OtherRunError, SpecdecError, StoppedError, UsageError
+from specdec.errors import OtherRunError, SpecdecError, StoppedError
 from specdec.train.config import TrainConfig
-from specdec.train.streamed_sets import SPELLING, is_streamed
 
 DEFAULT = TrainConfig()
 # what a run is resumed by, and the fields whose flag is spelled otherwise
@@ -229,10 +229,7 @@ def train(
             accept_tokens=accept_tokens,
         )
         require_loading(target_dtype, device_map)
-    if not is_streamed(str(data)) and not data.is_file():
-        raise UsageError(
-            f"--data ({data}) is not a file; write one with specdec regenerate, or name a set as {SPELLING}"
-        )
+    require_training_data(data)
 
     from dataclasses import asdict, replace
 

@@ -49,7 +49,7 @@ class Study:
 
     Args:
         target: Hugging Face folder.
-        data: JSONL of the target's answers.
+        data: JSONL of the target's answers, or the spelling of a streamed set.
         out: folder of the study; a record an arm goes to `arms/`, states of all boundaries to `states/`.
         config: the budget.
         states_cache: where states are kept, if not in `out`.

@@ -17,6 +17,7 @@ from specdec.cli.studying.report import compare, foresight, print_findings
 from specdec.cli.studying.scores import subset_scores
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, folder_fingerprint, sha256_file, write_json_atomic
+from specdec.train.records import data_file
 from specdec.train.study import Study
 from specdec.train.study_arms import order_arms, plan_tap_sets
 from specdec.train.study_config import StudyConfig
@@ -107,7 +108,7 @@ def _run_record(
         dtype=config.training.compute_dtype,
         seeds={"random_sets": options.random_seed},
         template_hash=work.contract.template_hash,
-        data_hash=sha256_file(options.data),
+        data_hash=sha256_file(data_file(options.data)),
         defaults={**asdict(config), "threads": torch.get_num_threads()},
         extra={
             "study": work.hash,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -248,3 +249,35 @@ def test_the_picture_says_lengths_and_paired_differences_in_numbers(
     assert shown == {f"{finding.values['acceptance_length']:.3f}" for finding in findings}
     # the reference has no difference from itself, so one number a panel
     assert [[note.get_text() for note in axes.texts] for axes in differences] == [["+0.010"], ["+0.010"]]
+
+
+def test_a_streamed_set_is_studied_as_the_file_of_the_same_rows(
+    tiny_llama: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra [data] is not installed")
+    monkeypatch.setenv("SPECDEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    datasets.Dataset.from_list([*rows, rows[0]]).to_parquet(tmp_path / "set" / "train.parquet")
+    studies = {}
+    for name, data in (("file", str(answers)), ("set", f"hf:{tmp_path / 'set'},limit=10")):
+        out = tmp_path / name
+        words = ["study", str(tiny_llama), "--data", data, "--out", str(out), "--probe-tokens", "0"]
+        words += ["--held-out", "3", "--served", "0", "--train-tokens", "40", "--draft-vocab-size", "64"]
+        # conversations are read, split and run through the target; no head is trained
+        assert main([*words, "--max-hours", "0"]) == 0
+        studies[name] = json.loads((out / "study.json").read_text())["run"]
+    assert studies["set"]["extra"]["study"] == studies["file"]["extra"]["study"]
+    (copy,) = (tmp_path / "home" / "datasets").iterdir()
+    assert studies["set"]["data_hash"] == hashlib.sha256(copy.read_bytes()).hexdigest()
+
+
+def test_data_that_is_neither_file_nor_set_is_refused_with_both_ways_out(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["study", str(tiny_llama), "--data", "nowhere.jsonl", "--out", str(tmp_path / "s")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "--data (nowhere.jsonl) is not a file; write one with specdec regenerate" in said
+    assert "hf:NAME" in said
