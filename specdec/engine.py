@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -24,24 +23,21 @@ from specdec.cost_model import engine_costs
 from specdec.device.flight import Flight
 from specdec.device.pipeline import Pipeline
 from specdec.device.pool_size import first_blocks, fit_pool
-from specdec.device.runner import DeviceRunner
 from specdec.device.selection import check_deterministic_trees, device_operations
 from specdec.device.step import device_step
 from specdec.drafter import Drafter, TapDrafter, TargetView
+from specdec.engine_setup import DTYPES, load_decoder, make_drafter, make_runner
 from specdec.errors import SpecdecError
 from specdec.hub import resolve_target
-from specdec.kernels.kv_quant import KV_CODE_DTYPES
 from specdec.memory import MemoryReport, memory_report
 from specdec.models.decoder import Decoder
 from specdec.node_budget import NodeBudget
-from specdec.paged_kv import PagedKVCache
 from specdec.pieces import PieceReader
 from specdec.prefix_setup import build_prefix_cache, finish_rows, prefix_use
 from specdec.proposals import propose_trees, tell_budget
-from specdec.provenance import folder_fingerprint
 from specdec.request_options import RequestOptions
 from specdec.requests import GenerationResult, Prompt, PromptEncoder, StreamPiece, result_of
-from specdec.runner import ModelRunner, StepOutput
+from specdec.runner import StepOutput
 from specdec.sampling_params import one_each
 from specdec.scheduler import ScheduledSequence, Scheduler
 from specdec.sequence import SamplingParams, Sequence
@@ -51,8 +47,6 @@ from specdec.tree import DraftTree
 from specdec.verification.registry import RULES
 from specdec.verification.result import VerifyResult
 from specdec.verification.rules import Rule
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Engine:
@@ -95,42 +89,35 @@ class Engine:
             check_shared(self.config, self.max_model_len, share.config, share.max_model_len)
             self.decoder: Decoder = share.decoder
         else:
-            self.decoder = Decoder(
-                self.model_config,
-                folder,
-                max_model_len=self.max_model_len,
-                dtype=dtype,
-                device=self.config.device,
-                weights=self.config.weights,
-                deterministic=self.config.deterministic,
-            )
+            self.decoder = load_decoder(self.config, self.model_config, folder, self.max_model_len)
         self.startup.end("target")
         num_blocks = first_blocks(self.config, self.model_config, self.max_model_len, dtype.itemsize)
         self.encoder: PromptEncoder = share.encoder if share else PromptEncoder(folder)
         self.startup.end("tokenizer")
-        self.drafter = self._make_drafter(draft, num_blocks)
+        self.drafter = make_drafter(
+            draft,
+            self.config,
+            self.decoder,
+            self.encoder,
+            self.operations,
+            folder=folder,
+            num_blocks=num_blocks,
+            max_model_len=self.max_model_len,
+        )
         # asking a protocol takes longer than what a step does with the answer
         self._tap_drafter = self.drafter if isinstance(self.drafter, TapDrafter) else None
         self.startup.end("draft")
-        cache = PagedKVCache(
-            num_layers=self.model_config.num_layers,
+        self.runner = make_runner(
+            self.config,
+            self.decoder,
+            self.drafter,
+            self.operations,
             num_blocks=num_blocks,
-            block_size=self.config.block_size,
-            num_kv_heads=self.model_config.num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            dtype=dtype,
-            device=self.config.device,
-            codes=KV_CODE_DTYPES.get(self.config.kv_cache_dtype),
-        )
-        boundaries = self.drafter.boundaries if self.drafter else ()
-        self.runner: ModelRunner = (
-            DeviceRunner(self.decoder, cache, boundaries, self.operations, self.max_model_len)
-            if self.operations
-            else ModelRunner(self.decoder, cache, boundaries)
+            max_model_len=self.max_model_len,
         )
         num_blocks, self._workspace = fit_pool(self.runner, self.drafter, self.config, self.max_model_len)
         self.device_step = device_step(self.runner, self.drafter, self.config)
-        self.prefixes = build_prefix_cache(self.config, cache, self.drafter, folder, clock)
+        self.prefixes = build_prefix_cache(self.config, self.runner.cache, self.drafter, folder, clock)
         self.blocks = BlockManager(num_blocks, self.config.block_size, self.prefixes)
         scratch_rows = self.drafter.scratch_rows if self.drafter else lambda spec: 0
         self.budget = NodeBudget(engine_costs(self.config, self.decoder, folder, drafts=bool(self.drafter)))
@@ -262,7 +249,7 @@ class Engine:
             watch.end("propose")
             output = self.runner.run(plan, trees)
             watch.end("target")
-            results = self._verify(plan, trees, output)
+            results = verify_step(plan, trees, output)
             watch.end("verify")
             self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         tell_budget(self.budget, plan, trees, results, watch.cpu if flight is None else None)
@@ -285,6 +272,15 @@ class Engine:
         self.blocks.audit([*(seq.block_table for seq in sequences), *self.pipeline.held_tables])
         if self.prefixes is not None:
             self.prefixes.audit(self.blocks, sequences)
+
+    def forget_estimates(self) -> None:
+        """Speculate from here on as a new engine does: acceptance unseen, costs of passes as at the start.
+
+        Between requests: one in the works goes by what it has seen itself.
+        """
+        assert not self.scheduler.running, "requests are still in the works"
+        assert not self.scheduler.waiting, "requests wait to be worked on"
+        self.budget.forget()
 
     def memory_report(self) -> MemoryReport:
         """Bytes by purpose; the largest step's workspace is measured on a card, and stated elsewhere."""
@@ -334,11 +330,6 @@ class Engine:
             raise
         return added
 
-    def _verify(
-        self, plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
-    ) -> list[VerifyResult | None]:
-        return verify_step(plan, trees, output)
-
     def _commit(
         self,
         share: ScheduledSequence,
@@ -360,32 +351,6 @@ class Engine:
         if result is not None:
             logits = TreeLogits(StepLogits.of(output.logits), output.logits_start[index], tree)
             commit_tokens(seq, tree, result, logits, was_prefill=was_prefill)
-
-    def _make_drafter(
-        self, draft: str | Path | Callable[[TargetView], Drafter] | None, num_blocks: int
-    ) -> Drafter | None:
-        if draft is None:
-            return None
-        view = TargetView(
-            config=self.model_config,
-            embed_tokens=self.decoder.embed_tokens,
-            head_weight=self.decoder.head_weight,
-            fingerprint=folder_fingerprint(self.target_folder),
-            template_hash=self.encoder.template_hash,
-            num_blocks=num_blocks,
-            block_size=self.config.block_size,
-            max_model_len=self.max_model_len,
-            dtype=self.decoder.dtype,
-            device=self.config.device,
-            draft_weights=self.config.resolved_draft_weights,
-            operations=self.operations,
-        )
-        if callable(draft):
-            return draft(view)
-        # the one place where the runtime reaches up: a drafter named by the user is built by name,
-        # so that `Engine(target, draft="...")` works without wiring
-        drafter: Drafter = import_module("specdec.drafts").load_drafter(str(draft), view)
-        return drafter
 
     def _release_draft(self, seq: Sequence) -> None:
         if self.drafter is not None:

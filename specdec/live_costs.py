@@ -41,13 +41,18 @@ class LiveCosts:
     """
 
     def __init__(self, start: CostTable, *, learns: bool = True) -> None:
-        self.table = start
-        self.drafting = 1.0
         self.version = 0
-        self.steps = 0
         self._start = start
         self._learns = learns
         self._knots = [rows for rows, _ in start.points]
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what steps taught: costs are again what was known before the first one."""
+        self.table = self._start
+        self.drafting = 1.0
+        self.version += 1
+        self.steps = 0
         self._level = 0.0
         self._shape = [0.0] * len(self._knots)
         self._seen = [0.0] * len(self._knots)

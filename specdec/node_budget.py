@@ -84,10 +84,16 @@ class NodeBudget:
     def __init__(self, costs: LiveCosts) -> None:
         self.costs = costs
         self.shared = Acceptance(keep=SHARED_KEEP)
+        self.probes = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Share out again as if no step had been: of acceptance, costs and probes nothing is known."""
+        self.costs.forget()
+        self.shared.forget()
         self.credit = 0.0
         self.expected_gain = 1.0
         self.planned_nodes = 0
-        self.probes = 0
         self._probed: dict[int, float] = {}
         self._hopes: dict[tuple[int, int, SpecConfig], bool] = {}
         self._load = 0

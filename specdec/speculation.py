@@ -138,6 +138,10 @@ class Acceptance:
             self._seen[which] = self._keep * self._seen[which] + 1.0
             above = nodes
 
+    def forget(self) -> None:
+        """Drop what was seen: what was expected at first is expected again."""
+        self._hits, self._seen = [0.0, 0.0], [0.0, 0.0]
+
     def age(self) -> None:
         """A step without drafts: what was seen says less of the text there is now."""
         for which in (0, 1):

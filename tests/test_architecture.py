@@ -26,7 +26,10 @@ FOLDER_MAY_IMPORT = {
 # the runtime from the ground up: a module imports its own tier or a lower one, and never in a circle
 RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"config", "disk_space", "engine_limits", "provenance", "random_streams", "request_options"}),
+    frozenset(
+        {"config", "disk_space", "engine_limits", "exactness"}
+        | {"provenance", "random_streams", "request_options"}
+    ),
     frozenset(
         {
             "attention",
@@ -60,7 +63,7 @@ RUNTIME_TIERS: tuple[frozenset[str], ...] = (
     frozenset({"scheduler"}),
     frozenset({"cost_model", "runner"}),
     frozenset({"acceptance", "memory"}),
-    frozenset({"device", "proposals"}),
+    frozenset({"device", "engine_setup", "proposals"}),
     frozenset({"engine"}),
     frozenset({"audit", "server"}),
 )

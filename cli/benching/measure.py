@@ -189,6 +189,7 @@ def run_interleaved(
     warm_up_decoders: Mapping[str, Decode] | None = None,
     follow: Follow | None = None,
     reference: str = PLAIN,
+    before_repeat: Callable[[], None] = lambda: None,
 ) -> Interleaved:
     """Decode every prompt with every decoder, `repeats` times.
 
@@ -202,6 +203,7 @@ def run_interleaved(
         warm_up_decoders: what decodes these instead, shorter.
         follow: makes later turns out of what `reference` wrote in the first repeat, for all decoders alike.
         reference: whose answers conversations go on with.
+        before_repeat: called before each, so that all begin alike.
     """
     names = list(decoders)
     run = Interleaved(
@@ -218,6 +220,7 @@ def run_interleaved(
     rounds: list[list[BenchPrompt]] = []
     done = turn = 0
     for repeat in range(repeats):
+        before_repeat()
         todo = deque(rounds if repeat else batches)
         row = 0
         while todo:
@@ -288,6 +291,12 @@ def make_engines(
             config=replace(config, spec=setting.spec, simulate_acceptance=simulate),
         )
     return engines
+
+
+def forget_estimates(engines: Mapping[str, Engine]) -> None:
+    """Let every engine speculate as when it was made: nothing of one repeat decides in the next."""
+    for engine in engines.values():
+        engine.forget_estimates()
 
 
 def make_decoders(

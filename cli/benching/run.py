@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdec.cli.benching.measure import (
     Interleaved,
     Measured,
     Setting,
+    forget_estimates,
     make_decoders,
     make_engines,
     run_interleaved,
@@ -203,6 +205,7 @@ class _Bench:
             on_progress=lambda done, note: bar.update(begun + done, f"{point.label}, {note}"),
             warm_up_decoders=short,
             follow=follow,
+            before_repeat=partial(forget_estimates, self.engines),
         )
         return replace(run, warm_up=self.warmed.setdefault(at, run.warm_up))
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -24,6 +25,7 @@ from specdec.cli.benching.measure import (
     BenchPrompt,
     Decode,
     Measured,
+    forget_estimates,
     make_decoders,
     make_engines,
     run_interleaved,
@@ -159,6 +161,7 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
                 warm_up=plan.warm_up,
                 on_progress=bar.update,
                 reference=f"{OURS} {PLAIN}",
+                before_repeat=partial(forget_estimates, engines),
             )
     results = run.results
     bases = {f"{OURS} {one.name}": f"{OURS} {PLAIN}" for one in settings} | bases_of(peers)

@@ -25,7 +25,8 @@ from specdec.cli.outputs import require_writable
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig
 from specdec.device.selection import device_operations
-from specdec.engine import DTYPES, Engine
+from specdec.engine import Engine
+from specdec.engine_setup import DTYPES
 from specdec.errors import UsageError
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, write_json_atomic

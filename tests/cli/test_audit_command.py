@@ -74,7 +74,7 @@ def test_a_failed_audit_exits_with_1_and_calls_a_bug_a_bug(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Failing is a result, not a mistake of the user: no error line, the report is written."""
-    monkeypatch.setattr("specdec.engine.ModelRunner", OffByOne)
+    monkeypatch.setattr("specdec.engine_setup.ModelRunner", OffByOne)
     monkeypatch.setattr("specdec.drafts.ngram.NgramDrafter.propose", _always_something)
     out = tmp_path / "audit"
     command = ["audit", str(tiny_llama), "--data", str(prompts), "--out", str(out), *QUICK]

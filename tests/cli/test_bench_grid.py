@@ -23,9 +23,11 @@ from specdec.cli.benching.table import repeatability_sentence, times
 from specdec.cli.datasets import Prompt, choose_prompts
 from specdec.cli.main import main
 from specdec.config import EngineConfig
+from specdec.drafter import DraftRequest
 from specdec.drafts.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.errors import SpecdecError, UsageError
+from specdec.tree import DraftTree, chain_tree
 
 TURNS = ["say the in an", "and on"]
 
@@ -297,3 +299,42 @@ def test_energy_is_the_sum_of_cards_or_nothing() -> None:
     assert EnergyMeter(_Counter({0: 1500, 1: 500}), [0, 1]).joules() == 2.0
     assert EnergyMeter(_Counter({0: 1500}), [0, 1]).joules() is None
     assert energy_meter("cpu") is None
+
+
+def test_every_repeat_of_an_adaptive_bench_drafts_alike(
+    bench: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches acceptance learnt in one repeat, or at one point, that decides how much the next one drafts."""
+
+    def hopeful(self: NgramDrafter, requests: list[DraftRequest]) -> list[DraftTree]:
+        """Something for every sequence, nearly always wrong: estimates fall."""
+        return [
+            chain_tree(one.seq.token_ids[-1], [7] * min(one.max_depth, one.max_nodes)) for one in requests
+        ]
+
+    monkeypatch.setattr(NgramDrafter, "propose", hopeful)
+    runs: list[Any] = []
+    engines: list[Engine] = []
+    real, made = bench_run.run_interleaved, bench_run.make_engines
+
+    def built(*a: Any, **k: Any) -> dict[str, Engine]:
+        found = made(*a, **k)
+        engines.append(found["ngram chain:3"])
+        return found
+
+    monkeypatch.setattr(bench_run, "make_engines", built)
+    monkeypatch.setattr(bench_run, "run_interleaved", lambda *a, **k: runs.append(real(*a, **k)) or runs[-1])
+    words = [word for word in bench if word != "--no-adaptive"]
+    options = ["--pass-costs", "fixed", "--repeats", "2", "--batch-size", "3", "--max-tokens", "40"]
+    # a warm-up would have taught the first repeat as well
+    options += ["--warm-up", "0"]
+    assert main([*words, *options, "--ignore-eos"]) == 0
+    for run in runs:
+        answers = run.results["ngram chain:3"]
+        counts = [[(one.stats.drafted, one.stats.accepted) for one in repeats] for repeats in answers]
+        assert sum(drafted for (drafted, _), _ in counts) > 0
+        assert all(first == second for first, second in counts)
+    (engine,) = engines
+    learnt = engine.budget.shared.first
+    engine.forget_estimates()
+    assert engine.budget.shared.first != learnt, "there was nothing to forget"

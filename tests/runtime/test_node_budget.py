@@ -330,3 +330,23 @@ def test_dear_proposals_are_noticed() -> None:
         costs.saw_pass(4, 0.01 * TWO_CORES.of(4))
         costs.saw_drafting(0.1, 0.004)
     assert costs.drafting == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_budget_that_forgets_decides_like_a_new_one() -> None:
+    """Acceptance and costs alike: what other texts and steps taught is gone, at whatever state it was."""
+
+    def load(budget: NodeBudget | None = None) -> Load:
+        made = Load(TWO_CORES, always(0.7), expected=FREE_ROWS, learns=True)
+        made.budget = budget or made.budget
+        return made
+
+    used = Load(TWO_CORES, always(0.1), expected=FREE_ROWS, learns=True)
+    used.run(300, 16)
+    kept = load(used.budget)
+    kept.run(100, 4)
+    used.budget.forget()
+    again, new = load(used.budget), load()
+    again.run(100, 4)
+    new.run(100, 4)
+    assert again.drafted == new.drafted != kept.drafted
+    assert again.time == new.time
