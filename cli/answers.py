@@ -17,7 +17,7 @@ from typing import Any
 from specdec.cli.console import progress
 from specdec.cli.datasets import Prompt, load_prompts, prompt_file
 from specdec.cli.outputs import is_run_record, require_not_input, require_own_record, require_writable
-from specdec.cli.usage import flags_of, usage_errors
+from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.config import EngineConfig, ModelConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
@@ -140,7 +140,8 @@ def _write(plan: AnswerPlan, prompts: list[Prompt]) -> dict[str, Any]:
             max_num_seqs=plan.batch_size,
             max_model_len=min(context, plan.max_prompt_tokens + plan.max_tokens),
         )
-    engine = Engine(folder, config=config)
+    with named_flags({"device": "--device"}):
+        engine = Engine(folder, config=config)
     if not done:
         # whose answers the file holds, before the first one
         write_json_atomic(_record_path(plan.out), {"schema": RUN_SCHEMA, "extra": origin})

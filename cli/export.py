@@ -30,7 +30,7 @@ def export(
 
     from specdec.cli.console import emit_json, say
     from specdec.cli.usage import usage_errors
-    from specdec.drafts import LOOKUP, RANDOM, draft_folder
+    from specdec.drafts import LOOKUP, RANDOM, draft_folder, shipped_drafts
     from specdec.drafts.checkpoint import read_stored
     from specdec.drafts.export import make_export, require_free, write_export
     from specdec.drafts.export_serving import serve_command, serving_text
@@ -45,6 +45,11 @@ def export(
     if draft in (LOOKUP, RANDOM) or draft.startswith(f"{LOOKUP}+"):
         raise UsageError(
             f"DRAFT ({draft}) must be a trained head in a folder; engines have lookup of their own"
+        )
+    if not Path(draft).is_dir() and draft not in shipped_drafts():
+        raise UsageError(
+            f"DRAFT ({draft}) must be a folder that specdec train wrote, or a shipped draft "
+            f"({', '.join(shipped_drafts())})"
         )
     stored = read_stored(draft_folder(draft))
     facts = read_target_facts(resolve_target(target), target_name)

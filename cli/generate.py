@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.datasets import SETS_HELP
-from specdec.cli.usage import check_exact, flags_of, usage_errors
+from specdec.cli.usage import check_exact, check_rule, flags_of, usage_errors
 from specdec.errors import UsageError
 
 FLAGS = {"bad_words": "--bad-word", "rule_knobs": "--knob"}
@@ -124,7 +124,8 @@ def generate(
         source = prompt_file(prompts, "--prompts")
         inputs = {"--prompts": source, "--json-schema": json_schema, "--ebnf": ebnf}
         require_not_input("--out", out, inputs)
-    grammar = read_grammar(json_schema, regex, ebnf)
+    with usage_errors({"json_schema": "--json-schema"}):
+        grammar = read_grammar(json_schema, regex, ebnf)
     with usage_errors(flags_of(SamplingParams.__dataclass_fields__, FLAGS)):
         params = SamplingParams(
             temperature=temperature,
@@ -148,6 +149,7 @@ def generate(
             ignore_eos=simulate_acceptance is not None,
             stop=tuple(stop or ()),
         )
+    check_rule(rule, params.rule_knobs)
     spec = parse_shape(shape)
     if simulate_acceptance is not None:
         check_simulation(simulate_acceptance, shape, spec)

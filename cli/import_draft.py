@@ -36,6 +36,8 @@ def import_draft(
         require_free(out)
     if not folder.is_dir():
         raise UsageError(f"DIR ({folder}) is not a folder; give one that holds config.json and weights")
+    if _is_ours(folder):
+        raise UsageError(f"DIR ({folder}) is a draft of specdec already; give it to --draft as it is")
     target_folder = resolve_target(target)
     facts = read_target_facts(target_folder)
     template = template_hash(load_tokenizer(target_folder))
@@ -57,3 +59,15 @@ def import_draft(
     }
     RunRecord.collect(dtype=found.draft.dtype, template_hash=template, extra=summary).write(out / "run.json")
     emit_json(summary)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds a draft as specdec writes it."""
+    from specdec.drafts.checkpoint import read_draft_config
+    from specdec.errors import SpecdecError
+
+    try:
+        read_draft_config(folder)
+    except SpecdecError:
+        return False
+    return True

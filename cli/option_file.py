@@ -24,8 +24,10 @@ def take_options(context: typer.Context, path: Path | None) -> Path | None:
         return None
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--config ({path}) cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--config ({path}) cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config ({path}) is not valid TOML: {error}") from error
     names = {
         flag.lstrip("-"): parameter.name
         for parameter in context.command.params

@@ -121,7 +121,7 @@ def serve(
     from specdec.cli.sampling_options import parse_knobs
     from specdec.cli.shapes import parse_shape
     from specdec.cli.speculative_config import parse_speculative_config
-    from specdec.cli.usage import check_exact, flags_of, named_flags, usage_errors
+    from specdec.cli.usage import check_exact, check_rule, flags_of, named_flags, usage_errors
     from specdec.config import EngineConfig, ModelConfig
     from specdec.disk_space import check_disk_cache
     from specdec.hub import resolve_target
@@ -148,7 +148,8 @@ def serve(
             raise UsageError("--speculative-config and --draft exclude each other; give one of them")
         chosen = parse_speculative_config(speculative_config)
         draft, spec, rule = chosen.draft, chosen.spec, rule or chosen.rule
-    caps = parse_shape(max_shape)
+    check_rule(rule, parse_knobs(knob or ()))
+    caps = parse_shape(max_shape, option="--max-shape")
     fields = {**EngineConfig.__dataclass_fields__, **ServerConfig.__dataclass_fields__}
     with usage_errors(flags_of(fields, _FLAGS)):
         config = ServerConfig(
@@ -232,8 +233,10 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
     if file is not None:
         try:
             keys += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--api-key-file ({file}) cannot be read: {error}") from error
+        except OSError as error:
+            raise UsageError(f"--api-key-file ({file}) cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--api-key-file ({file}) must be a text in UTF-8") from error
         if not keys:
             raise UsageError(f"--api-key-file ({file}) holds no key")
     if os.environ.get(KEY_VARIABLE):

@@ -11,15 +11,15 @@ from specdec.errors import SpecdecError, UsageError
 SPELLING = "chain:DEPTH or tree:DEPTHxTOP_K:NODES"
 
 
-def parse_shape(text: str, base: SpecConfig | None = None) -> SpecConfig:
-    """Speculation settings of a spelled shape; the other fields are those of `base`.
+def parse_shape(text: str, base: SpecConfig | None = None, *, option: str = "--shape") -> SpecConfig:
+    """Speculation settings of a shape spelled at `option`; the other fields are those of `base`.
 
     Raises:
         UsageError: not a shape, or numbers out of range.
     """
     kind, _, rest = text.partition(":")
     if kind not in ("chain", "tree"):
-        raise UsageError(f"--shape ({text}) must be {SPELLING}")
+        raise UsageError(f"{option} ({text}) must be {SPELLING}")
     try:
         if kind == "chain":
             depth, top_k = int(rest), 1
@@ -29,11 +29,11 @@ def parse_shape(text: str, base: SpecConfig | None = None) -> SpecConfig:
             left, _, right = grown.partition("x")
             depth, top_k, nodes = int(left), int(right), int(count)
     except ValueError as error:
-        raise UsageError(f"--shape ({text}) must be {SPELLING}, with whole numbers") from error
+        raise UsageError(f"{option} ({text}) must be {SPELLING}, with whole numbers") from error
     try:
         return replace(base or SpecConfig(), max_depth=depth, top_k=top_k, max_nodes=nodes)
     except SpecdecError as error:
-        raise UsageError(f"--shape ({text}): {error}") from error
+        raise UsageError(f"{option} ({text}): {error}") from error
 
 
 def check_simulation(length: float, shape: str, spec: SpecConfig) -> None:

@@ -70,6 +70,8 @@ def study(
     """Train heads on many tap sets with equal budget and compare their acceptance."""
     counts, per_count = _numbers("--k", k), _numbers("--seeds", seeds)
     require_training_data(data)
+    if scores is not None and not scores.is_file():
+        raise UsageError(f"--scores ({scores}) is not a file; write one with specdec select-layers")
     if random_sets < 0 or probe_tokens < 0:
         option, value = (
             ("--random-sets", random_sets) if random_sets < 0 else ("--probe-tokens", probe_tokens)
@@ -115,11 +117,12 @@ def study(
 
 def _require_outputs(out: Path, picture: Path | None, inputs: dict[str, Path | None]) -> None:
     """Refuse places that cannot be written or that are read."""
-    from specdec.cli.outputs import require_not_input, require_writable
+    from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 
     report = out / "study.json"
     require_writable("--out", report)
     require_not_input("--out", report, inputs)
+    require_own_result("--out", report, "study")
     if picture is not None:
         if picture.suffix != ".png":
             raise UsageError(f"--picture ({picture}) must end in .png; pictures are PNG files")

@@ -15,7 +15,7 @@ import typer
 from specdec.cli.datasets import require_training_data
 from specdec.cli.option_file import take_options
 from specdec.cli.usage import flags_of, named_flags, usage_errors
-from specdec.errors import OtherRunError, SpecdecError, StoppedError
+from specdec.errors import OtherRunError, SpecdecError, StoppedError, UsageError
 from specdec.train.config import TrainConfig
 
 DEFAULT = TrainConfig()
@@ -230,6 +230,8 @@ def train(
         )
         require_loading(target_dtype, device_map)
     require_training_data(data)
+    if init_from is not None and not (init_from / "config.json").is_file():
+        raise UsageError(f"--init-from ({init_from}) is no draft folder; name one that specdec train wrote")
 
     from dataclasses import asdict, replace
 
@@ -258,12 +260,14 @@ def train(
         tracker=tracker,
         report=say,
     )
+    in_range = named_flags({"boundary": "--layers", "boundaries": "--layers", "tracker": "--tracker"})
     if dry_run:
-        plan = run.plan()
+        with in_range:
+            plan = run.plan()
         show_plan(plan)
         emit_json(plan.to_dict())
         return
-    with named_flags(FLAGS, OtherRunError), step_bar() as on_step:
+    with in_range, named_flags(FLAGS, OtherRunError), step_bar() as on_step:
         result = replace(run, on_step=on_step).train()
     if not result.main:
         return

@@ -37,6 +37,22 @@ def check_exact(exact: bool, options: Mapping[str, str]) -> None:
             raise UsageError(f"--exact promises the named target's text; drop it, or {flag} {value}")
 
 
+def check_rule(rule: str | None, knobs: Mapping[str, float | str], option: str = "--rule") -> None:
+    """Refuse an unknown rule or knob before a target is read for it.
+
+    Raises:
+        SpecdecError: naming what there is.
+    """
+    if rule is None:
+        return
+    from specdec.verification.registry import rule_named
+
+    try:
+        rule_named(rule, knobs)
+    except SpecdecError as error:
+        raise SpecdecError(f"{option} ({rule}): {error}") from error
+
+
 @contextmanager
 def usage_errors(fields: Mapping[str, str]) -> Iterator[None]:
     """Building configs from the command line alone: what they refuse is wrong usage, by flag.

@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.drafts.checkpoint import LoadedDraft, load_draft
+from specdec.drafts.checkpoint import LoadedDraft, load_draft, read_draft_config
 from specdec.errors import SpecdecError
 
 if TYPE_CHECKING:
@@ -60,8 +60,15 @@ def check_spelling(spelling: str) -> None:
         SpecdecError: naming what there is.
     """
     head = _head_of(spelling)
-    if head not in (None, RANDOM):
-        draft_folder(head)
+    if head is None or head == RANDOM:
+        return
+    folder = draft_folder(head)
+    try:
+        read_draft_config(folder)
+    except SpecdecError as error:
+        raise SpecdecError(
+            f"--draft ({spelling}): {error}; specdec import takes over a draft of another engine"
+        ) from error
 
 
 def _head_of(spelling: str) -> str | None:

@@ -53,7 +53,9 @@ def read_selection(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise SpecdecError(f"selection file ({path}) cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecdecError(f"selection file ({path}) cannot be read: {error}") from error
     schema = document.get("schema") if isinstance(document, dict) else None
     version = _VERSION.fullmatch(schema) if isinstance(schema, str) else None

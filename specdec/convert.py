@@ -63,6 +63,11 @@ def stored_dtypes(folder: Path) -> set[str]:
 
 def check_model_folder(folder: Path) -> None:
     """Refuse a folder that is no whole Hugging Face model, naming the file that is wrong."""
+    if not (folder / "config.json").exists():
+        raise SpecdecError(
+            f"{folder} holds no config.json; name a Hugging Face model folder (config.json, safetensors, "
+            "tokenizer)"
+        )
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise SpecdecError(

@@ -78,11 +78,6 @@ def resolve_target(name_or_path: str) -> Path:
             f"TARGET ({name_or_path}) is a file; convert it first: specdec pull {name_or_path}"
         )
     if path.is_dir():
-        if not (path / "config.json").exists():
-            raise SpecdecError(
-                f"TARGET ({name_or_path}) holds no config.json; name a Hugging Face model folder "
-                "(config.json, safetensors, tokenizer)"
-            )
         check_model_folder(path)
         if not list(path.glob("*.safetensors")):
             raise SpecdecError(
@@ -171,6 +166,8 @@ def pull(
         return _into_cache(
             name or path.stem, identity, cache_dir, say, lambda work: _make_gguf(path, work, say)
         )
+    if path.suffix == ".gguf":
+        raise SpecdecError(f"TARGET ({target}) is not a file; name a .gguf file that is there")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", target):
         return _into_cache(name or target, target, cache_dir, say, lambda work: fetch_hub(target, work, say))
     raise SpecdecError(

@@ -92,7 +92,7 @@ def settings_of(options: LoadSweepOptions) -> list[TurnSetting]:
     if len(set(options.fixed)) != len(options.fixed):
         raise UsageError("--fixed must not name the same shape twice")
     fixed = [
-        TurnSetting(name=shape, spec=parse_shape(shape, SpecConfig(adaptive=False)))
+        TurnSetting(name=shape, spec=parse_shape(shape, SpecConfig(adaptive=False), option="--fixed"))
         for shape in options.fixed
     ]
     adaptive = TurnSetting(name=ADAPTIVE, spec=parse_shape(options.shape, SpecConfig(adaptive=True)))
@@ -305,14 +305,14 @@ def _read_turns(path: Path, shared: dict[str, Any]) -> dict[_Key, dict[str, Any]
         path.write_text(json.dumps(shared) + "\n", encoding="utf-8")
         return {}
     try:
-        if json.loads(lines[0]) != shared:
-            raise SpecdecError(
-                f"--out ({path.parent}) holds a sweep with other settings; name another folder"
-            )
+        begun = json.loads(lines[0])
         rows = [json.loads(line) for line in lines[1:]]
-        return {_Key(row["data"], row["clients"], row["setting"], row["turn"]): row["record"] for row in rows}
-    except (ValueError, KeyError) as error:
+        done = {_Key(row["data"], row["clients"], row["setting"], row["turn"]): row["record"] for row in rows}
+    except (ValueError, KeyError, TypeError) as error:
         raise SpecdecError(f"{path} is damaged ({error}); name another folder, or remove it") from error
+    if begun != shared:
+        raise SpecdecError(f"--out ({path.parent}) holds a sweep with other settings; name another folder")
+    return done
 
 
 def _line(point: dict[str, Any]) -> dict[str, Any]:

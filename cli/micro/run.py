@@ -21,7 +21,7 @@ from specdec.cli.micro.kernels import kernel_cases
 from specdec.cli.micro.shapes import OURS, KernelCase, MicroShape
 from specdec.cli.micro.steps import StepPlan, decode_steps, step_engine, step_shares, verify_curve
 from specdec.cli.micro.timing import Clock, Limits, Timing, measure_limits
-from specdec.cli.outputs import require_writable
+from specdec.cli.outputs import require_own_result, require_writable
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig
 from specdec.device.selection import device_operations
@@ -91,6 +91,8 @@ def run_micro(plan: MicroPlan) -> dict[str, Any]:
     for option, path in (("--out", plan.out), ("--trace", plan.trace)):
         if path is not None:
             require_writable(option, path)
+    if plan.out is not None:
+        require_own_result("--out", plan.out, "micro")
     if plan.out is not None and plan.trace is not None and plan.out.resolve() == plan.trace.resolve():
         raise UsageError(f"--trace ({plan.trace}) is the file that --out writes; name another file")
     with usage_errors(flags_of({"device": 0, "dtype": 0}, {})):

@@ -19,7 +19,7 @@ from specdec.cli.datasets import load_prompts, prompt_file
 from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 from specdec.cli.replaying.turns import Conversation, Turn, answer_batch, conversations_of, replay_turns
 from specdec.cli.shapes import parse_shape
-from specdec.cli.usage import flags_of, usage_errors
+from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.config import EngineConfig, SpecConfig
 from specdec.drafts import check_spelling
 from specdec.engine import Engine
@@ -130,7 +130,8 @@ def run_replay(plan: ReplayPlan) -> dict[str, Any]:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
         require_own_result("--out", plan.out, "replay")
-    warm = Engine(plan.target, draft=plan.draft, config=config)
+    with named_flags({"kv_tokens": "--kv-tokens"}):
+        warm = Engine(plan.target, draft=plan.draft, config=config)
     _require_room(warm, talks, plan)
     # enough for a batch of the longest, since it keeps nothing
     rows = plan.batch_size * (warm.max_model_len + config.block_size)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.cli.sampling_options import parse_knobs
+from specdec.cli.usage import check_rule
 from specdec.errors import UsageError
 from specdec.provenance import sha256_text
 from specdec.verification.registry import rule_named
@@ -71,7 +72,9 @@ def parse_rule(text: str) -> BoundRule | None:
     name, _, knobs = text.partition(":")
     if name == EXACT and not knobs:
         return None
-    return rule_named(name, parse_knobs([part for part in knobs.split(",") if part]))
+    given = parse_knobs([part for part in knobs.split(",") if part])
+    check_rule(name, given)
+    return rule_named(name, given)
 
 
 def grid(

@@ -81,7 +81,11 @@ def run_watch(plan: WatchPlan) -> dict[str, Any]:
     rows = [row for row in rows if not plan.settings or row.setting in plan.settings]
     if not rows:
         raise UsageError(f"RUN ({plan.run}) has no setting that drafts: there is nothing to watch")
-    pairing = pair_records(_bench(plan.baseline), record, settings=plan.settings) if plan.baseline else None
+    pairing = (
+        pair_records(_bench(plan.baseline, "--baseline"), record, settings=plan.settings)
+        if plan.baseline
+        else None
+    )
     checks = checks_of(rows, wanted, pairing)
     passed = all(check.passed for check in checks)
     _print(plan, checks, passed)
@@ -127,13 +131,16 @@ def _places(plan: WatchPlan) -> list[tuple[Path, bool]]:
     return places
 
 
-def _bench(path: Path) -> Record:
+def _bench(path: Path, option: str = "RUN") -> Record:
     if path.is_dir():
-        raise UsageError(f"RUN ({path}) is a folder; name the file that specdec bench --out wrote")
-    [record] = read_records([path])
+        raise UsageError(f"{option} ({path}) is a folder; name the file that specdec bench --out wrote")
+    try:
+        [record] = read_records([path])
+    except UsageError as error:
+        raise UsageError(str(error).replace("RUN (", f"{option} (", 1)) from error
     if record.kind != "bench":
         raise UsageError(
-            f"RUN ({path}) is a {record.kind} record; watch reads what specdec bench --out writes"
+            f"{option} ({path}) is a {record.kind} record; watch reads what specdec bench --out writes"
         )
     return record
 

@@ -33,5 +33,6 @@ class TlsFiles:
             )
         except (OSError, ssl.SSLError, ValueError) as error:
             raise SpecdecError(
-                f"--ssl-certfile ({self.certfile}) and --ssl-keyfile cannot be used: {error}"
+                f"--ssl-certfile ({self.certfile}) and --ssl-keyfile cannot be used: "
+                f"{(error.strerror if isinstance(error, OSError) else None) or error}"
             ) from error

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli.load_sweeping.run import _read_turns
 from specdec.cli.main import main
 from specdec.cli.outputs import require_own_beside, require_own_result
-from specdec.errors import UsageError
+from specdec.errors import SpecdecError, UsageError
 
 OTHERS = {
     "settings": '{"theme": "dark"}',
@@ -170,3 +171,87 @@ def test_a_draft_that_is_none_is_named_before_a_target_is_loaded(
     words |= {"generate": ["--prompt", "x"], "serve": ["--port", "0"]}
     assert main([command, "random:tiny", "--draft", draft, *words.get(command, [])]) == 1
     assert "is no draft; give ngram" in one_error(capsys)
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "x"], ["serve", "--port", "0"]], ids=lambda c: c[0]
+)
+def test_an_unknown_rule_is_named_before_a_target_is_looked_for(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *words = command
+    assert main([name, "no-such-target", *words, "--rule", "nope"]) == 1
+    assert one_error(capsys).startswith("error: --rule (nope): rule nope is not known; the rules are")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("generate TARGET --prompt x --draft TARGET", "--draft ("),
+        ("generate TARGET --prompts nope", "--prompts (nope) is no file"),
+        ("generate TARGET --prompt x --json-schema BROKEN", "--json-schema must be JSON"),
+        ("bench TARGET --data nope", "--data (nope) is no file"),
+        ("select-layers TARGET --data nope", "--data (nope) is no file"),
+        ("regenerate nope --target TARGET --out OUT", "PROMPTS (nope) is no file"),
+        ("select-layers EMPTY --out OUT", "EMPTY holds no config.json; name a Hugging Face model folder"),
+        ("train TARGET --layers 1 --data PROMPTS --out OUT --init-from EMPTY", "--init-from ("),
+        ("train TARGET --layers 1 --data PROMPTS --out OUT --config nope", "--config (nope) cannot be read"),
+        ("study TARGET --data PROMPTS --out OUT --scores nope", "--scores (nope) is not a file"),
+        ("serve TARGET --api-key-file nope", "--api-key-file (nope) cannot be read"),
+        ("serve TARGET --max-shape x", "--max-shape (x) must be"),
+        ("load-sweep TARGET --draft ngram --fixed x --out OUT", "--fixed (x) must be"),
+        ("watch BENCH --baseline nope", "--baseline (nope) cannot be read"),
+        ("watch nope --exact", "RUN (nope) cannot be read"),
+        ("export nope --to vllm --target TARGET --out OUT", "DRAFT (nope) must be a folder"),
+        ("import DRAFT --from vllm --target TARGET --out OUT", "DIR (DRAFT) is a draft of specdec already"),
+        ("pull no/such.gguf", "TARGET (no/such.gguf) is not a file"),
+        ("audit TARGET --rule nope", "--rule (nope): rule nope is not known"),
+        ("sweep TARGET --rule nope --out OUT", "--rule (nope): rule nope is not known"),
+        (
+            "replay TARGET --data PROMPTS --limit 2 --turns 2 --kv-tokens 16",
+            "the KV pool (16 tokens) must hold at least two blocks of 16; raise --kv-tokens",
+        ),
+    ],
+)
+def test_an_error_names_the_option(
+    tiny_llama: Path,
+    random_draft: Callable[..., Path],
+    bench_record: Callable[..., Path],
+    prompts: Path,
+    tmp_path: Path,
+    words: str,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken, empty = tmp_path / "broken.json", tmp_path / "empty"
+    broken.write_text("{")
+    empty.mkdir()
+    given = {
+        "TARGET": tiny_llama,
+        "PROMPTS": prompts,
+        "BROKEN": broken,
+        "EMPTY": empty,
+        "OUT": tmp_path / "o",
+    }
+    if "BENCH" in words:
+        given["BENCH"] = bench_record()
+    if " DRAFT " in words:
+        given["DRAFT"] = random_draft(tiny_llama, tmp_path / "draft")
+    assert main([str(given.get(word, word)) for word in words.split()]) in (1, 2)
+    [*_, said] = capsys.readouterr().err.strip().splitlines()
+    for name, path in given.items():
+        named = named.replace(name, str(path)) if name in ("EMPTY", "DRAFT") else named
+    assert said.startswith(f"error: {named}")
+    assert "Errno" not in said
+
+
+def test_a_sweep_with_other_settings_is_not_called_damaged(tmp_path: Path) -> None:
+    """Catches the refusal that was caught as a parsing error and told to remove good results."""
+    turns = tmp_path / "turns.jsonl"
+    turns.write_text('{"draft": "ngram"}\n')
+    assert _read_turns(turns, {"draft": "ngram"}) == {}
+    with pytest.raises(SpecdecError, match=r"^--out \(.*\) holds a sweep with other settings"):
+        _read_turns(turns, {"draft": "mine"})
+    turns.write_text('{"draft": "ngram"}\n[]\n')
+    with pytest.raises(SpecdecError, match=r"turns\.jsonl is damaged"):
+        _read_turns(turns, {"draft": "ngram"})
