@@ -21,6 +21,7 @@ from specdec.cli.sampling_options import parse_knobs
 from specdec.cli.shapes import parse_shape
 from specdec.cli.tasks import exact_match_tasks
 from specdec.errors import UsageError
+from specdec.exactness import exact_against, exactness_notice
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, sha256_file, write_json_atomic
 from specdec.requests import PromptEncoder
@@ -133,6 +134,8 @@ def run_audit(options: AuditOptions) -> dict[str, Any]:
     if record.baselines:
         _print_baselines(plan, record)
     summary = _summary(options, plan, record)
+    if notice := exactness_notice(summary["exact_against"]):
+        say(notice)
     if options.out is not None:
         details = {**_details(plan, record), "run": _run_record(options, plan, encoder).to_dict()}
         write_json_atomic(options.out / "audit.json", {**summary, **details})
@@ -148,6 +151,7 @@ def _summary(options: AuditOptions, plan: AuditPlan, record: AuditRecord) -> dic
         "draft": options.draft,
         "dtype": options.dtype,
         "weights": options.weights,
+        "exact_against": exact_against(weights=options.weights, kv_cache_dtype="auto"),
         "batch_size": options.batch_size,
         "shape": options.shape,
         "verification": plan.label,
@@ -283,4 +287,6 @@ def _paper(options: AuditOptions, plan: AuditPlan, record: AuditRecord, summary:
     lead = (
         f"Audit {verdict}: {options.target} with draft {options.draft}, verification {plan.label}, {regime}."
     )
+    if notice := exactness_notice(summary["exact_against"]):
+        lead += f" {notice[0].upper()}{notice[1:]}."
     return Paper(title=f"Audit of {options.target}", lead=lead, sections=sections)

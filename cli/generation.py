@@ -17,8 +17,9 @@ from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
+from specdec.exactness import exactness_notice
 from specdec.provenance import RunRecord, sha256_file, write_text_atomic
-from specdec.requests import GenerationResult, Prompt
+from specdec.requests import GenerationResult, Prompt, verification_fields
 from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
 
@@ -67,7 +68,10 @@ class GenerationPlan:
             )
         if self.simulate_acceptance is not None:
             say(simulation_notice(self.simulate_acceptance)["simulation"])
-        return Engine(self.target, draft=self.draft, config=config)
+        engine = Engine(self.target, draft=self.draft, config=config)
+        if notice := exactness_notice(engine.admission.exact_against):
+            say(notice)
+        return engine
 
     def as_prompt(self, text: str) -> Prompt:
         return text if self.raw else [{"role": "user", "content": text}]
@@ -210,11 +214,6 @@ def _counts(result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def _verification(results: list[GenerationResult]) -> str:
-    """`exact`, or the lossy rules of a run by name and knobs."""
-    return ", ".join(sorted({result.rule for result in results if not result.lossless})) or "exact"
-
-
 def _logprobs(result: GenerationResult) -> dict[str, Any]:
     """Log-probabilities under their own key; nothing when they were not asked for."""
     return {} if result.logprobs is None else {"logprobs": [asdict(entry) for entry in result.logprobs]}
@@ -233,7 +232,7 @@ def _summary(results: list[GenerationResult], seconds: float, plan: GenerationPl
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
         **({} if plan.simulate_acceptance is None else simulation_notice(plan.simulate_acceptance)),
-        "verification": _verification(results),
+        **verification_fields(results),
         **{key: total.to_dict()[key] for key in ("verify_steps", "drafted", "accepted", "committed")},
         "acceptance_length": total.acceptance_length,
     }

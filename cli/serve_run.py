@@ -59,7 +59,13 @@ def start(
     if ended and engine.prefixes is not None and engine.prefixes.tiers is not None:
         # blocks on their way to the disk
         engine.prefixes.tiers.settle(_SETTLE_S)
-    summary = {"target": target, "draft": draft, **service.metrics.totals(), "fault": service.loop.fault}
+    summary = {
+        "target": target,
+        "draft": draft,
+        "exact_against": engine.admission.exact_against,
+        **service.metrics.totals(),
+        "fault": service.loop.fault,
+    }
     return Served(summary=summary, exit_code=code, hangs=not ended)
 
 

@@ -14,6 +14,7 @@ from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.detokenize import IncrementalDetokenizer
 from specdec.drafter import Drafter
 from specdec.errors import SpecdecError
+from specdec.exactness import exact_against
 from specdec.grammar import GrammarCompiler
 from specdec.paged_kv import head_row_bytes
 from specdec.processors import RequestProcessor
@@ -49,6 +50,11 @@ class Admission:
     grammars: GrammarCompiler
     shared_acceptance: Acceptance | None = None
     plans_ahead: bool = False
+
+    @property
+    def exact_against(self) -> str:
+        """Whose plain text an exact rule leaves here (`specdec.exactness`)."""
+        return exact_against(weights=self.config.weights, kv_cache_dtype=self.config.kv_cache_dtype)
 
     def make_sequence(self, seq_id: int, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Decoding state of a new request.
@@ -94,6 +100,7 @@ class Admission:
             processor=self._processor(params, len(token_ids), frozenset(stop_ids)),
             rule=rule,
             needs_whole_trees=needs_whole_trees,
+            exact_against=self.exact_against,
         )
 
     def _simulated(self, params: SamplingParams, spec: SpecConfig | None) -> SimulatedAcceptance | None:

@@ -5,12 +5,14 @@ Owns how a prompt becomes token ids (the target's own tokenizer and chat templat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.exactness import TARGET
 from specdec.hf import encode_text, load_tokenizer, render_chat, template_hash
 from specdec.logprobs import TokenLogprobs
 from specdec.sequence import Sequence
@@ -27,6 +29,7 @@ class GenerationResult:
     `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from the second on, None
     when they were not asked for; `token_kinds` one, how it came (`specdec.verification.result`). `rule` is
     the rule that verified its drafts, with its knobs; `lossless` whether the text has the target's law.
+    `exact_against` says whose law that is (`specdec.exactness`).
     `simulated`: accepted lengths were drawn, the text is meaningless.
     """
 
@@ -38,6 +41,7 @@ class GenerationResult:
     stats: SpecStats
     rule: str
     lossless: bool
+    exact_against: str = TARGET
     simulated: bool = False
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -132,9 +136,21 @@ def result_of(seq: Sequence) -> GenerationResult:
         token_kinds=list(seq.token_kinds),
         rule=seq.simulated.label if seq.simulated else seq.rule.label,
         lossless=seq.rule.rule.is_lossless and seq.simulated is None,
+        exact_against=seq.exact_against,
         simulated=seq.simulated is not None,
         error=seq.error,
     )
+
+
+def verification_fields(results: Iterable[GenerationResult]) -> dict[str, str | None]:
+    """Of a record: `exact`, or the lossy rules by name and knobs; and whose plain text exact ones leave."""
+    known = list(results)
+    lossy = sorted({result.rule for result in known if not result.lossless})
+    against = sorted({result.exact_against for result in known})
+    return {
+        "verification": ", ".join(lossy) or "exact",
+        "exact_against": None if lossy else ", ".join(against) or None,
+    }
 
 
 def logprobs_of(seq: Sequence, first: int) -> list[TokenLogprobs] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from specdec.config import SpecConfig
 from specdec.errors import SpecdecError
+from specdec.exactness import TARGET
 from specdec.random_streams import RandomStream
 from specdec.request_options import RequestOptions
 from specdec.sampling_params import SamplingParams
@@ -51,7 +52,8 @@ class Sequence:
     root of the next tree, and its KV row does not exist yet. `rule` verifies its drafts; `needs_whole_trees`
     when its text depends on what was drafted. `processor` is None when nothing but temperature and filters
     changes the target's logits; `simulated` draws accepted lengths in the rule's place, for measurements of
-    speed; `logprobs` has an entry per output token when they were asked for.
+    speed; `logprobs` has an entry per output token when they were asked for; `exact_against`
+    says whose plain text it is under an exact rule (`specdec.exactness`).
 
     Prefix cache: `num_indexed` blocks of the table hold final rows and may be shared, so nothing at or before
     their last row is ever written again; every new row goes behind. `boundary_states` holds the target's taps
@@ -72,6 +74,7 @@ class Sequence:
     processor: RequestProcessor | None = None
     simulated: SimulatedAcceptance | None = None
     needs_whole_trees: bool = False
+    exact_against: str = TARGET
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0

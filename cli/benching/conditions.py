@@ -30,6 +30,7 @@ def engine_conditions(engine: Engine) -> dict[str, Any]:
     settings = {name: value for name, value in asdict(engine.config).items() if name not in left_out}
     return {
         **settings,
+        "exact_against": engine.admission.exact_against,
         "target_fingerprint": folder_fingerprint(engine.target_folder),
         "packed_matrices": engine.decoder.num_packed,
         "plain_matrices": engine.decoder.num_plain,

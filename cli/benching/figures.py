@@ -42,6 +42,8 @@ DEFINITIONS = {
     "(scheduling and the rest)",
     "energy": "what the card drew while the setting decoded, by its driver's counter, with other work on it",
     "warm_up": "short answers before the first measured one at that batch size and temperature, in no figure",
+    "lossless": "the rule leaves a text the law it has without drafts, that of conditions.exact_against",
+    "repeats": "times every answer is written; each time engines begin with nothing known of acceptance",
     "pooled": "all prompt sets together: sums over all answers; intervals over prompts (counts) and batches "
     "(speeds) of all sets",
     "speedup": "tokens_per_second over that of `baseline`: the same engine without speculation, same "

@@ -43,6 +43,7 @@ from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.drafter import TapDrafter
 from specdec.engine import Engine
+from specdec.exactness import exactness_notice
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, sha256_file, sha256_text
 from specdec.requests import PromptEncoder
@@ -265,6 +266,8 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     pooled = record.pooled()
     if pooled:
         print_pooled(_title(bench), pooled)
+    if notice := exactness_notice(bench.conditions["exact_against"]):
+        say(notice)
     for one in record.left_out:
         say(f"left out: {one['data']} {one['id']} turn {one['turn'] + 1}: {one['reason']}")
     if plan.out is not None:

@@ -57,7 +57,8 @@ DEFINITIONS = {
     "over repeats; interval: 95 % bootstrap over batches, at batch 1 prompts",
     "relative": "tokens per second over those of specdec without speculation, paired by prompt",
     "speedup": "tokens per second over those of the same engine without speculation, paired by prompt",
-    "identical": "prompts whose tokens are, one by one, those of specdec without speculation",
+    "identical": "prompts whose tokens are, one by one, those of specdec without speculation: of ours, plain "
+    "text of what engine_facts.settings.exact_against says",
     "common_prefix": "tokens before the first that differs from specdec without speculation, mean",
     "acceptance_length": "committed tokens a verify step; only of our engine, whose steps are counted",
 }
@@ -251,7 +252,7 @@ def our_facts(engine: Engine) -> dict[str, Any]:
         "engine": f"specdec {versions()['specdec']}",
         "versions": {"torch": torch.__version__},
         "weights": f"{engine.config.dtype}, {packed} of {matrices} matrices held in fp16",
-        "settings": {"threads": torch.get_num_threads()},
+        "settings": {"threads": torch.get_num_threads(), "exact_against": engine.admission.exact_against},
     }
 
 

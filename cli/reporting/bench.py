@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from specdec.cli.paper import KeyFigures, Notes, Table, Terms
 from specdec.cli.reporting.acceptance import acceptance_charts, gain_charts
 from specdec.cli.reporting.charts import number_with, parts, shares
+from specdec.cli.reporting.exactness import exactness_lines
 from specdec.cli.reporting.parts import Part, SectionParts
 from specdec.cli.reporting.records import BenchRow
 from specdec.stats import DEFINITIONS
@@ -151,6 +152,7 @@ def _warnings(rows: Sequence[BenchRow]) -> list[Part]:
         )
     if "simulation" in body:
         lines_of.append(str(body["simulation"]))
+    lines_of += exactness_lines(body)
     lines_of += [
         f"{row.label}: LOSSY rule {row.body['rule']}; its text does not have the target's law."
         for row in rows

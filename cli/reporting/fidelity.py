@@ -11,6 +11,7 @@ from typing import Any
 from specdec.cli.paper import Notes, Table
 from specdec.cli.reporting.acceptance import pair
 from specdec.cli.reporting.charts import Dot, Mark, forest, plane
+from specdec.cli.reporting.exactness import exactness_lines
 from specdec.cli.reporting.parts import Part, SectionParts
 from specdec.cli.reporting.records import Record
 
@@ -27,11 +28,12 @@ def audit_sentence(record: Record) -> str:
     verdict = "passed" if body["passed"] else "FAILED"
     levels = ", ".join(f"{level} {VERDICTS[passed]}" for level, passed in body["levels"].items())
     lossy = " (LOSSY rule)" if body.get("lossy") else ""
-    return (
+    said = (
         f"Audit {verdict}: {body['target']} with draft {body['draft']}, verification "
         f"{body['verification']}{lossy}, {body['dtype']}, batch {body['batch_size']}, {body['shape']}: "
         f"{levels}."
     )
+    return " ".join([said, *exactness_lines(body)])
 
 
 def audit_section(record: Record, key: str, title: str) -> SectionParts:

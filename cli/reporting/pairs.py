@@ -26,7 +26,7 @@ _POWER = 2.8
 _TEXT = frozenset(
     {"target", "dtype", "template_hash", "data_hash", "defaults.max_tokens", "defaults.temperature"}
     | {"defaults.simulate_acceptance", "conditions.target_fingerprint", "conditions.dtype"}
-    | {"conditions.weights", "conditions.kv_cache_dtype"}
+    | {"conditions.weights", "conditions.kv_cache_dtype", "conditions.exact_against"}
 )
 _SAMPLED = frozenset({"seeds.sampling"})
 # those that decide speed as well; of a bench's own `conditions`, all that are not named above

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec.cli.reporting.charts import number_with
+from specdec.cli.reporting.exactness import recorded_exactness
 from specdec.cli.reporting.pairs import PairedDifference, Pairing, RowPair
 from specdec.cli.reporting.records import BenchRow
 
@@ -93,7 +94,7 @@ def _exactness(row: BenchRow) -> Check:
         name="exact",
         passed=row.lossless and same == count,
         found=found,
-        wanted=f"{count} of {count} identical to no speculation",
+        wanted=f"{count} of {count} identical to no speculation on {recorded_exactness(row.record.body)}",
     )
 
 

@@ -7,11 +7,11 @@ counters of `/metrics`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from specdec.requests import GenerationResult
+from specdec.requests import GenerationResult, verification_fields
 from specdec.sampling import TARGET_FAULT
 from specdec.server.problems import Problem, bad_field, engine_failed
 from specdec.stats import SpecStats
@@ -54,11 +54,6 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached: int = 0) -> dic
     }
 
 
-def verification(results: Iterable[GenerationResult]) -> str:
-    """`exact`, or the lossy rules by name and knobs."""
-    return ", ".join(sorted({result.rule for result in results if not result.lossless})) or "exact"
-
-
 def metrics(results: Sequence[GenerationResult]) -> dict[str, Any]:
     """`metrics` of a response: how its choices were speculated and verified, all together."""
     total = SpecStats()
@@ -68,7 +63,7 @@ def metrics(results: Sequence[GenerationResult]) -> dict[str, Any]:
     return {
         "speculative_decoding": {
             **total.to_dict(),
-            "verification": verification(results),
+            **verification_fields(results),
             "lossy": any(not result.lossless for result in results),
             "rules": sorted({result.rule for result in results}),
             "seeds": [result.seed for result in results],

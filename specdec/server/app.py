@@ -122,7 +122,13 @@ def make_app(service: Service) -> FastAPI:
             allow_origins=list(service.config.allow_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "x-specdec-verification", "x-specdec-ignored", "retry-after"],
+            expose_headers=[
+                "x-request-id",
+                "x-specdec-verification",
+                "x-specdec-exact-against",
+                "x-specdec-ignored",
+                "retry-after",
+            ],
         )
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app

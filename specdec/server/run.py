@@ -71,7 +71,11 @@ class DrainingServer(uvicorn.Server):
             awake = LastResort(self._service.config.step_timeout_s).keep_awake()
             self._last_resort = self._event_loop.create_task(awake)
         await super().startup(sockets=sockets)
-        fields = {"url": self._url, "models": list(self._service.config.model_names)}
+        fields = {
+            "url": self._url,
+            "models": list(self._service.config.model_names),
+            "exact_against": self._service.engine.admission.exact_against,
+        }
         logger.info("ready", extra={"fields": fields})
 
     def _begin_drain(self) -> None:

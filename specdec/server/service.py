@@ -16,10 +16,10 @@ from starlette.requests import Request
 
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
-from specdec.requests import GenerationResult, PromptEncoder
+from specdec.requests import GenerationResult, PromptEncoder, verification_fields
 from specdec.sampling_params import GrammarSpec, SamplingParams
 from specdec.sequence import Sequence
-from specdec.server.answers import finish_reason, verification
+from specdec.server.answers import finish_reason
 from specdec.server.bodies import BodyReader
 from specdec.server.config import ServerConfig
 from specdec.server.engine_loop import EngineLoop
@@ -195,7 +195,7 @@ class Service:
         record.fields |= {
             "completion_tokens": sum(len(result.token_ids) for result in results),
             "finish_reasons": sorted({result.finish_reason for result in results}),
-            "verification": verification(results),
+            **verification_fields(results),
             "acceptance_length": round(committed / steps, 3) if steps else None,
         }
         if self.config.log_prompts:
@@ -210,9 +210,12 @@ class Service:
             self.loop.close(ticket)
 
     def headers(self, ticket: Ticket) -> dict[str, str]:
-        """Headers of a response: by which rule its drafts are verified, said even where no body says it."""
+        """Headers of a response: how its drafts are verified, said even where no body says it."""
         rules = sorted({seq.rule.label for seq in ticket.sequences if not seq.rule.rule.is_lossless})
-        return {"x-specdec-verification": ", ".join(rules) or "exact"}
+        if rules:
+            return {"x-specdec-verification": ", ".join(rules)}
+        against = sorted({seq.exact_against for seq in ticket.sequences})
+        return {"x-specdec-verification": "exact", "x-specdec-exact-against": ", ".join(against)}
 
     def _left(self, ticket: Ticket) -> None:
         ticket.fail(Problem(400, "the client left", code="client_left"))

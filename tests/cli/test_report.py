@@ -161,6 +161,21 @@ def test_no_gain_is_claimed_of_texts_that_are_not_the_target_s(
     assert 'class="key"' not in page.source
 
 
+@pytest.mark.parametrize(
+    "conditions",
+    [{"exact_against": "the target with int8 weights"}, {"weights": "int8", "kv_cache_dtype": "auto"}],
+)
+def test_a_gain_of_a_rounded_target_is_disclosed_as_its_own(
+    conditions: dict[str, str], bench_record: Make, tmp_path: Path
+) -> None:
+    """New records say it, older ones only with which settings they ran."""
+    for number, told in enumerate((conditions, {"weights": "auto", "kv_cache_dtype": "auto"})):
+        run = bench_record(lambda body, told=told: body.update(conditions=told), f"{number}.json")
+        assert main(["report", str(run), "--out", str(tmp_path / f"r{number}.html")]) == 0
+        page = Page(tmp_path / f"r{number}.html")
+        assert ("as the target with int8 weights writes without drafts" in page.text) is (number == 0)
+
+
 def test_whatever_a_record_holds_stays_text(bench_record: Make, tmp_path: Path) -> None:
     """A prompt's category, a setting's name, a command, a path: none may become markup or mathematics."""
 

@@ -138,7 +138,9 @@ def test_junit_and_summaries_say_what_the_table_says(
     assert cases["specdec.watch.min-speedup"].find("failure") is None
     failure = cases["specdec.watch.exact"].find("failure")
     assert failure is not None
-    assert failure.get("message") == "3 of 4 identical; wanted 4 of 4 identical to no speculation"
+    assert (
+        failure.get("message") == "3 of 4 identical; wanted 4 of 4 identical to no speculation on the target"
+    )
     text = file.read_text()
     assert "1 of 2 checks FAILED." in text
     assert "| FAIL | exact | draft chain:2 | 3 of 4 identical |" in text

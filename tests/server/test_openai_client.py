@@ -33,6 +33,7 @@ def test_a_greedy_chat_is_the_engines_own_text(client: Any, solo: Engine) -> Non
     assert speculation["committed"] == alone.stats.committed
     assert speculation["acceptance_length"] == alone.stats.acceptance_length
     assert speculation["verification"] == "exact"
+    assert speculation["exact_against"] == "the target"
     assert speculation["lossy"] is False
     assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"] > 0
 
@@ -181,6 +182,8 @@ def test_a_lossy_default_rule_holds_for_sampled_requests_that_name_none(
             "exact": {"speculative": {"verification": "exact"}},
         }.items():
             said[name] = server.request("POST", "/v1/completions", {**body, **extra})[1]
+    against = [said[name].get("x-specdec-exact-against") for name in ("sampled", "exact")]
+    assert against == [None, "the target"]
     rules = {name: headers["x-specdec-verification"] for name, headers in said.items()}
     assert rules["sampled"].startswith("lenience(")
     assert rules["greedy"] == rules["exact"] == "exact"
