@@ -14,17 +14,21 @@ from specdec.audit.plan import AuditPlan, AuditRecord, check_plan
 from specdec.audit.run import Audit
 from specdec.cli.console import LINE_INTERVAL_S, print_table, say
 from specdec.cli.datasets import load_prompts, prompt_file
-from specdec.cli.outputs import require_writable
+from specdec.cli.outputs import require_own_beside, require_own_result, require_writable
 from specdec.cli.paper import Notes, Paper, Section, Table, cell_text
 from specdec.cli.paper_page import write_paper
 from specdec.cli.sampling_options import parse_knobs
 from specdec.cli.shapes import parse_shape
 from specdec.cli.tasks import exact_match_tasks
+from specdec.cli.usage import check_rule, flags_of, usage_errors
+from specdec.config import EngineConfig
+from specdec.drafts import check_spelling
 from specdec.errors import UsageError
 from specdec.exactness import exact_against, exactness_notice
 from specdec.hub import resolve_target
 from specdec.provenance import RunRecord, sha256_file, write_json_atomic
 from specdec.requests import PromptEncoder
+from specdec.sampling_params import SamplingParams
 from specdec.verification.registry import rule_named
 from specdec.verification.rules import BoundRule
 
@@ -70,7 +74,9 @@ def chosen_rule(rule: str | None, lossy: str | None, knobs: list[str]) -> BoundR
     name = lossy or rule
     if name is None:
         return None
-    bound = rule_named(name, parse_knobs(knobs))
+    given = parse_knobs(knobs)
+    check_rule(name, given, "--rule" if lossy is None else "--lossy")
+    bound = rule_named(name, given)
     if lossy is not None and bound.rule.is_lossless:
         raise UsageError(f"--lossy ({name}) is a lossless rule; audit it with --rule {name}")
     if lossy is None and not bound.rule.is_lossless:
@@ -98,8 +104,17 @@ def run_audit(options: AuditOptions) -> dict[str, Any]:
     levels = parse_levels(options.levels)
     spec = parse_shape(options.shape)
     check_plan(rule=rule, levels=levels, spec=spec)
+    check_spelling(options.draft)
+    # what only the last level would come upon is refused before the first
+    with usage_errors(flags_of(dict.fromkeys(("dtype", "weights", "temperature", "seed")), {})):
+        EngineConfig(dtype=options.dtype, weights=options.weights)
+        SamplingParams(temperature=options.temperature, seed=options.seed)
     if options.out is not None:
-        require_writable("--out", options.out / "audit.json")
+        result = options.out / "audit.json"
+        require_writable("--out", result)
+        require_own_result("--out", result, "audit")
+        for ending in (".md", ".html"):
+            require_own_beside("--out", result, result.with_suffix(ending))
     folder = resolve_target(options.target)
     encoder = PromptEncoder(folder)
 

@@ -11,17 +11,22 @@ from typing import Any
 
 from specdec.cli.console import emit_json, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file, require_shorter, require_unicode
+from specdec.cli.first_words import first_words
 from specdec.cli.outputs import require_own_record, require_writable
 from specdec.cli.shapes import simulation_notice
-from specdec.cli.usage import flags_of, usage_errors
+from specdec.cli.usage import flags_of, named_flags, usage_errors, with_flags
 from specdec.config import EngineConfig, SpecConfig
+from specdec.drafts import check_spelling
 from specdec.engine import Engine
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UsageError
 from specdec.exactness import exactness_notice
 from specdec.provenance import RunRecord, sha256_file, write_text_atomic
 from specdec.requests import GenerationResult, Prompt, verification_fields
 from specdec.sampling_params import SamplingParams
 from specdec.stats import SpecStats
+
+# what every record of an answer has, and what regenerate writes has not
+_ANSWER_KEYS = frozenset({"id", "text", "finish_reason"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,10 @@ class GenerationPlan:
             )
         if self.simulate_acceptance is not None:
             say(simulation_notice(self.simulate_acceptance)["simulation"])
-        engine = Engine(self.target, draft=self.draft, config=config)
+        if self.draft is not None:
+            check_spelling(self.draft)
+        with named_flags(flags_of(dict.fromkeys(names), {})):
+            engine = Engine(self.target, draft=self.draft, config=config)
         if notice := exactness_notice(engine.admission.exact_against):
             say(notice)
         return engine
@@ -123,9 +131,10 @@ def chat(plan: GenerationPlan) -> None:
 
 def answer_file(plan: GenerationPlan, source: str, limit: int | None, out: Path | None) -> None:
     """Answer every prompt of a set; records go to `out`, or as text to stdout."""
-    prompts = load_prompts(source)[:limit]
+    prompts = load_prompts(source, "--prompts")[:limit]
     if out is not None:
         require_writable("--out", out)
+        _require_own_answers(out)
         require_own_record("--out", out, _record_path(out))
     engine = plan.engine(plan.batch_size)
     token_ids = {prompt.id: engine.encoder.encode(plan.as_prompt(prompt.turns[0])) for prompt in prompts}
@@ -182,6 +191,27 @@ def _read_line(number: int) -> str:
     return line
 
 
+def _require_own_answers(out: Path) -> None:
+    """Refuse a file that answers must not replace: specdec regenerate's took hours, others are foreign.
+
+    Raises:
+        UsageError: naming it.
+    """
+    try:
+        with out.open("rb") as file:
+            first = file.readline()
+    except FileNotFoundError:
+        return
+    try:
+        record = json.loads(first) if first else {}
+    except ValueError:
+        record = None
+    if first and not (isinstance(record, dict) and _ANSWER_KEYS <= record.keys()):
+        raise UsageError(
+            f"--out ({out}) exists and does not hold answers of specdec generate; name another file"
+        )
+
+
 def _record_path(out: Path) -> Path:
     return out.with_suffix(".run.json")
 
@@ -190,11 +220,13 @@ def _stream(engine: Engine, plan: GenerationPlan, prompt: Prompt) -> tuple[Gener
     started = time.perf_counter()
     result: GenerationResult | None = None
     for piece in engine.stream([prompt], plan.params):
+        first_words.said()
         print(piece.text, end="", flush=True)
         result = piece.result or result
     assert result is not None, "a stream ended without its result"
     if result.error:
-        raise SpecdecError(result.error)
+        fields = flags_of(SamplingParams.__dataclass_fields__, {"bad_words": "--bad-word"})
+        raise SpecdecError(with_flags(result.error, fields))
     return result, time.perf_counter() - started
 
 

@@ -8,7 +8,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from specdec.cli.first_words import first_words
 from specdec.config import EngineConfig
+from specdec.drafts import check_spelling
 from specdec.engine import Engine
 from specdec.rule_choice import choose_rule
 from specdec.sampling_params import SamplingParams
@@ -44,6 +46,8 @@ def start(
     Raises:
         SpecdecError: a target, draft or default rule that does not do.
     """
+    if draft is not None:
+        check_spelling(draft)
     engine = Engine(target, draft=draft, config=engine_config)
     if config.default_rule is not None:
         # a rule that every request would be refused for is known now
@@ -53,6 +57,7 @@ def start(
         spec = engine_config.spec if draft is not None else None
         choose_rule(params, spec, engine.drafter, allow_lossy=engine_config.allow_lossy)
     log_json(log_level)
+    first_words.said()
     service = Service(engine, config)
     code = run_server(service, bound, tls)
     ended = service.loop.join()

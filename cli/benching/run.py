@@ -29,6 +29,7 @@ from specdec.cli.benching.points import (
     BenchData,
     BenchPoint,
     bench_data,
+    check_drafts,
     follower,
     points_of,
     settings_of,
@@ -37,9 +38,9 @@ from specdec.cli.benching.record import SCHEMA, BenchRecord, open_record
 from specdec.cli.benching.table import print_bench, print_pooled
 from specdec.cli.console import Bar, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
-from specdec.cli.outputs import require_not_input, require_writable
+from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 from specdec.cli.shapes import check_simulation, simulation_notice
-from specdec.cli.usage import flags_of, usage_errors
+from specdec.cli.usage import flags_of, named_flags, usage_errors
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.drafter import TapDrafter
 from specdec.engine import Engine
@@ -104,12 +105,13 @@ class BenchPlan:
 
     def params(self, temperature: float) -> SamplingParams:
         """How answers are sampled at one temperature."""
-        return SamplingParams(
-            temperature=temperature,
-            max_tokens=self.max_tokens,
-            # a meaningless text must not end by chance: every setting writes the same number of tokens
-            ignore_eos=self.ignore_eos or self.simulate_acceptance is not None,
-        )
+        with usage_errors({"temperature": "--temperature"}):
+            return SamplingParams(
+                temperature=temperature,
+                max_tokens=self.max_tokens,
+                # a meaningless text must not end by chance: all settings write the same number of tokens
+                ignore_eos=self.ignore_eos or self.simulate_acceptance is not None,
+            )
 
     def settings(self) -> list[Setting]:
         """Plain decoding, and what is measured beside it.
@@ -232,6 +234,7 @@ class _Bench:
 def run_bench(plan: BenchPlan) -> dict[str, Any]:
     """Measure, print the table, write `--out`; returns the summary for the JSON line."""
     settings = plan.settings()
+    check_drafts(settings)
     points = points_of(plan.data, plan.batch_sizes, plan.temperatures)
     plan.engine_config()
     for temperature in plan.temperatures:
@@ -241,7 +244,9 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
         require_writable("--out", plan.out)
         for file in files.values():
             require_not_input("--out", plan.out, {"--data": file})
-    bench = _Bench(plan, settings)
+        require_own_result("--out", plan.out, "bench")
+    with named_flags({"device": "--device"}):
+        bench = _Bench(plan, settings)
     record = open_record(plan.out, bench.key(), len(points), resume=plan.resume)
     head: dict[str, Any] = {
         "schema": SCHEMA,

@@ -30,13 +30,13 @@ from specdec.cli.benching.measure import (
     make_engines,
     run_interleaved,
 )
-from specdec.cli.benching.points import bench_data, settings_of
+from specdec.cli.benching.points import bench_data, check_drafts, settings_of
 from specdec.cli.bootstrap import ratio_interval, speedup_interval
 from specdec.cli.comparing.peer_servers import PeerServer
 from specdec.cli.comparing.peers import Peer, PeerProcess, parse_peer, setup_of
 from specdec.cli.console import format_interval, print_table, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
-from specdec.cli.outputs import require_not_input, require_writable
+from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.config import EngineConfig, ModelConfig, SpecConfig
 from specdec.engine import Engine
@@ -101,6 +101,7 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
     """
     peers = [parse_peer(text) for text in plan.peers]
     settings = settings_of(plan.drafts, plan.shapes, [], {}, SpecConfig(adaptive=plan.adaptive))
+    check_drafts(settings)
     engine_config = plan.engine_config()
     for peer in peers:
         if plan.batch_size > 1 and not peer.takes_batches:
@@ -112,6 +113,7 @@ def run_compare(plan: ComparePlan) -> dict[str, Any]:
     if plan.out is not None:
         require_writable("--out", plan.out)
         require_not_input("--out", plan.out, {"--data": prompt_file(plan.data)})
+        require_own_result("--out", plan.out, "compare")
     folder = resolve_target(plan.target)
     if is_random(folder):
         raise UsageError(f"TARGET ({plan.target}) has no weights that another engine could read")
