@@ -262,7 +262,7 @@ def test_a_streamed_set_is_studied_as_the_file_of_the_same_rows(
     datasets.Dataset.from_list([*rows, rows[0]]).to_parquet(tmp_path / "set" / "train.parquet")
     studies = {}
     for name, data in (("file", str(answers)), ("set", f"hf:{tmp_path / 'set'},limit=10")):
-        out = tmp_path / name
+        out = tmp_path / f"study-of-{name}"
         words = ["study", str(tiny_llama), "--data", data, "--out", str(out), "--probe-tokens", "0"]
         words += ["--held-out", "3", "--served", "0", "--train-tokens", "40", "--draft-vocab-size", "64"]
         # conversations are read, split and run through the target; no head is trained
