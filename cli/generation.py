@@ -206,7 +206,7 @@ def _require_own_answers(out: Path) -> None:
         record = json.loads(first) if first else {}
     except ValueError:
         record = None
-    if first and not (isinstance(record, dict) and _ANSWER_KEYS <= record.keys()):
+    if first and not (isinstance(record, dict) and record.keys() >= _ANSWER_KEYS):
         raise UsageError(
             f"--out ({out}) exists and does not hold answers of specdec generate; name another file"
         )
