@@ -12,6 +12,7 @@ from specdec.cli.paper import KeyFigures, Notes, Table, Terms
 from specdec.cli.reporting.acceptance import acceptance_charts, gain_charts
 from specdec.cli.reporting.charts import number_with, parts, shares
 from specdec.cli.reporting.exactness import exactness_lines
+from specdec.cli.reporting.grid import cell_tables, headline_rows, is_grid
 from specdec.cli.reporting.parts import Part, SectionParts
 from specdec.cli.reporting.records import BenchRow
 from specdec.stats import DEFINITIONS
@@ -121,6 +122,17 @@ def bench_section(rows: Sequence[BenchRow], key: str, title: str) -> SectionPart
     """
     drafting = [row for row in rows if row.drafts]
     definitions = {**DEFINITIONS, **(rows[0].record.body.get("definitions") or {})}
+    if is_grid(rows[0].record):
+        together = headline_rows([rows[0].record])
+        grid: list[Part] = [
+            bench_sentence(together),
+            *_warnings(together),
+            settings_table(together),
+            *gain_charts([row for row in together if row.drafts], key),
+            *cell_tables(rows),
+            _terms(definitions),
+        ]
+        return SectionParts(title=title, blocks=grid)
     blocks: list[Part] = [
         bench_sentence(rows),
         *_warnings(rows),
@@ -129,17 +141,17 @@ def bench_section(rows: Sequence[BenchRow], key: str, title: str) -> SectionPart
         *acceptance_charts(drafting, key, definitions),
         *_latency(rows, key),
         *_time_and_memory(rows, key),
-        Terms(meanings=[(name, definitions[name]) for name in _said(definitions)]),
+        _terms(definitions),
     ]
     return SectionParts(title=title, blocks=blocks)
 
 
-def _said(definitions: Mapping[str, str]) -> list[str]:
+def _terms(definitions: Mapping[str, str]) -> Terms:
     wanted = (
         *("verify_steps", "drafted", "accepted", "committed", "acceptance_length", "acceptance_rate"),
         *("acceptance_per_depth", "acceptance_per_depth_conditional", "speedup", "identical"),
     )
-    return [name for name in wanted if name in definitions]
+    return Terms(meanings=[(name, definitions[name]) for name in wanted if name in definitions])
 
 
 def _warnings(rows: Sequence[BenchRow]) -> list[Part]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from specdec.cli.paper import KeyFigures, Notes, Paper
 from specdec.cli.reporting.bench import bench_section, bench_sentence, key_figures
 from specdec.cli.reporting.fidelity import audit_section, audit_sentence, sweep_section, sweep_sentence
+from specdec.cli.reporting.grid import headline_rows
 from specdec.cli.reporting.layers import (
     selection_section,
     selection_sentence,
@@ -79,13 +80,13 @@ def build_report(records: Sequence[Record], title: str | None = None) -> Report:
         records: at least one.
         title: of the report; made from the records when None.
     """
-    rows = bench_rows(records)
+    rows = headline_rows(records)
     sections: list[SectionParts] = []
     said: list[str] = []
     for record in (one for one in records if one.kind == "bench"):
         # names that differ among its own rows are enough inside its section
         own = bench_rows([record])
-        said.append(_named(record, bench_sentence(own), records))
+        said.append(_named(record, bench_sentence(headline_rows([record])), records))
         sections.append(
             bench_section(own, f"r{len(sections)}", _titled("Acceptance and speed", record, records))
         )

@@ -84,7 +84,7 @@ class BenchRow:
     def drafts(self) -> bool:
         """Whether it is a setting of our engine with speculation, even if a policy never let it draft."""
         # other engines have no verify steps that we could count
-        ours = "relative" not in self.body and self.body["acceptance"]["verify_steps"] > 0
+        ours = "relative" not in self.body and self.acceptance.get("verify_steps", 1) > 0
         return ours and self.setting != PLAIN
 
     @property
@@ -208,7 +208,11 @@ def _named(records: list[Record]) -> list[Record]:
 
 def bench_rows(records: Sequence[Record]) -> list[BenchRow]:
     """Every setting of the bench records at every point; labels say what differs among the rows."""
-    rows = [row for record in records if record.kind == "bench" for row in _rows(record)]
+    return labelled_rows([row for record in records if record.kind == "bench" for row in _rows(record)])
+
+
+def labelled_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows, each label with what differs among them."""
     many = len({row.record.name for row in rows}) > 1
     told = {
         "data": len({row.data for row in rows}) > 1,
