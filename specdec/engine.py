@@ -249,7 +249,7 @@ class Engine:
             watch.end("propose")
             output = self.runner.run(plan, trees)
             watch.end("target")
-            results = verify_step(plan, trees, output)
+            results = self._verify(plan, trees, output)
             watch.end("verify")
             self.runner.commit(plan, [result.accepted_nodes if result else [] for result in results])
         tell_budget(self.budget, plan, trees, results, watch.cpu if flight is None else None)
@@ -272,6 +272,11 @@ class Engine:
         self.blocks.audit([*(seq.block_table for seq in sequences), *self.pipeline.held_tables])
         if self.prefixes is not None:
             self.prefixes.audit(self.blocks, sequences)
+
+    def _verify(
+        self, plan: list[ScheduledSequence], trees: list[DraftTree], output: StepOutput
+    ) -> list[VerifyResult | None]:
+        return verify_step(plan, trees, output)
 
     def forget_estimates(self) -> None:
         """Speculate from here on as a new engine does: acceptance unseen, costs of passes as at the start.

@@ -139,7 +139,7 @@ def test_a_refused_run_leaves_no_folder(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, "--layers", "1,9"]) == 1
-    assert "boundary (9)" in _error(capsys)
+    assert "--layers (9) must be in 0..4" in _error(capsys)
     assert not (tmp_path / "draft").exists()
 
 

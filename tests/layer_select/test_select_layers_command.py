@@ -17,6 +17,8 @@ from specdec.layer_select.artifact import FIELDS
 app = typer.Typer()
 app.command()(select_layers)
 
+EARLIER = '{"schema": "specdec.selection/2"}'
+
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
@@ -218,12 +220,12 @@ def test_wrong_input_is_one_clear_error_and_leaves_earlier_output_alone(
     message: str,
 ) -> None:
     out = tmp_path / "selection.json"
-    out.write_text("earlier")
+    out.write_text(EARLIER)
     result = run(tiny_llama, "--data", prompts, "--tokens", 500, "--out", out, *words)
     assert type(result.exception) is kind, result.output
     with pytest.raises(SpecdecError, match=message):
         raise result.exception
-    assert out.read_text() == "earlier"
+    assert out.read_text() == EARLIER
 
 
 def test_texts_too_few_for_the_probe_are_refused_before_the_target_is_loaded(
@@ -258,9 +260,9 @@ def test_a_picture_that_fails_leaves_the_earlier_selection(
 
     monkeypatch.setattr(picture, "draw_stability", broken)
     out = tmp_path / "selection.json"
-    out.write_text("earlier")
+    out.write_text(EARLIER)
     words = ["--tokens", 800, "--no-probe", "--resamples", 2, "--picture", tmp_path / "s.png"]
     result = run(tiny_llama, "--data", prompts, "--out", out, *words)
     assert "no ink" in str(result.exception)
-    assert out.read_text() == "earlier"
+    assert out.read_text() == EARLIER
     assert not (tmp_path / "s.png").exists()
