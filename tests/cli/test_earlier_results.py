@@ -16,8 +16,6 @@ from specdec.errors import SpecdecError, UsageError
 OTHERS = {
     "settings": '{"theme": "dark"}',
     "answers": '{"id": "a", "messages": [], "response_token_ids": [1], "finish_reason": "stop"}\n',
-    "a training": json.dumps({"schema": "specdec.run/1", "extra": {}}),
-    "a text": "notes",
 }
 
 
