@@ -30,7 +30,7 @@ class FirstWords:
 
     def _wait(self, command: str) -> None:
         if not self._said.wait(self._patience_s):
-            print(f"{command} is starting: libraries and weights are read first", file=sys.stderr, flush=True)
+            print(f"{command} is starting: what it needs is being read", file=sys.stderr, flush=True)
 
 
 first_words = FirstWords()

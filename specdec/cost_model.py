@@ -32,6 +32,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 FURTHER, FURTHER_ROWS = 256, 8
 # sequences of one row each, from which the cost of a sequence is taken
 SEQUENCES = 4
+# part of a one-row pass that reading the `CONTEXT` tokens behind it may take
+MOST_READING = 0.5
 REPEATS = 9
 # processor time; a target that takes longer keeps the table that comes with the program
 BUDGET_SECONDS = 3.0
@@ -116,11 +118,15 @@ def measure_costs(decoder: Decoder, budget: float = BUDGET_SECONDS) -> CostTable
     # a token of context costs a sequence so much once, and each of its rows a little more
     one = max(0.0, further - best[FURTHER_ROWS]) / best[1] / FURTHER
     each = max(0.0, several_further - several) / best[1] / (FURTHER * SEQUENCES)
+    # reading a context is but a part of the pass behind it, and of what one more sequence takes: what says
+    # otherwise is noise, and would give short texts passes that take no time
+    each = min(each, MOST_READING / CONTEXT)
     per_context = min(each, max(0.0, one - each) / (FURTHER_ROWS - 1))
+    sequence = max(0.0, several - best[SEQUENCES]) / best[1] / (SEQUENCES - 1)
     return CostTable(
         tuple(points),
         per_context=per_context,
-        per_sequence=max(0.0, several - best[SEQUENCES]) / best[1] / (SEQUENCES - 1),
+        per_sequence=max(sequence, each * CONTEXT),
         sequence_context=each - per_context,
         head_share=head_share(config),
     )

@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.cli.bootstrap import ratio_interval
-from specdec.cli.reporting.charts import Interval, Mark, forest, lines
+from specdec.cli.reporting.charts import Interval, Mark, forest, lines, number_with
 from specdec.cli.reporting.parts import Part
 from specdec.cli.reporting.records import BenchRow
 
 _Z = 1.959964  # two-sided 95 %
+
+
+def length_of(row: BenchRow) -> str:
+    """Acceptance length with its interval."""
+    return number_with(row.acceptance["acceptance_length"], row.acceptance["acceptance_length_interval"])
 
 
 def gain_charts(rows: Sequence[BenchRow], key: str) -> list[Part]:

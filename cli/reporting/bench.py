@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specdec.cli.paper import KeyFigures, Notes, Table, Terms
-from specdec.cli.reporting.acceptance import acceptance_charts, gain_charts
+from specdec.cli.reporting.acceptance import acceptance_charts, gain_charts, length_of
 from specdec.cli.reporting.charts import number_with, parts, shares
 from specdec.cli.reporting.exactness import exactness_lines
 from specdec.cli.reporting.grid import cell_tables, headline_rows, is_grid
@@ -79,11 +79,6 @@ def identical_in_words(row: BenchRow) -> str:
     """How many texts are those without speculation."""
     same, count = row.body.get("identical"), row.body.get("answers", row.body["prompts"])
     return "texts were not compared" if same is None else f"{same} of {count} texts identical"
-
-
-def length_of(row: BenchRow) -> str:
-    """Acceptance length with its interval."""
-    return number_with(row.acceptance["acceptance_length"], row.acceptance["acceptance_length_interval"])
 
 
 def key_figures(rows: Sequence[BenchRow]) -> KeyFigures | None:

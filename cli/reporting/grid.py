@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec.cli.paper import Table
+from specdec.cli.reporting.acceptance import length_of
 from specdec.cli.reporting.charts import number_with
 from specdec.cli.reporting.records import BenchRow, Record, bench_rows, labelled_rows
 
@@ -49,16 +50,14 @@ def cell_tables(rows: Sequence[BenchRow]) -> list[Table]:
         rows: all cells of one record.
     """
 
-    def length(row: BenchRow) -> str:
-        return number_with(row.acceptance["acceptance_length"], row.acceptance["acceptance_length_interval"])
-
     def speed(row: BenchRow) -> str:
         return number_with(row.body.get("speedup"), row.body.get("speedup_interval"))
 
     cells = [row for row in rows if row.drafts]
+    intervals = "intervals: 95 % bootstrap over its prompts"
     return [
-        _by_set(cells, length, "Acceptance length of each cell; intervals: 95 % bootstrap over its prompts."),
-        _by_set(cells, speed, "Speed-up of each cell over no speculation; below 1 is slower."),
+        _by_set(cells, length_of, f"Acceptance length of each cell; {intervals}."),
+        _by_set(cells, speed, f"Speed-up of each cell over no speculation; below 1 is slower; {intervals}."),
     ]
 
 

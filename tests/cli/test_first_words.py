@@ -14,7 +14,7 @@ from specdec.cli.first_words import FirstWords, first_words
 def test_a_silent_start_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = FirstWords(patience_s=0.0)
     words.watch("specdec bench").join()
-    assert capsys.readouterr().err == "specdec bench is starting: libraries and weights are read first\n"
+    assert capsys.readouterr().err == "specdec bench is starting: what it needs is being read\n"
 
 
 def test_a_command_that_spoke_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:

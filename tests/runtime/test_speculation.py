@@ -20,6 +20,7 @@ from specdec.live_costs import LiveCosts
 from specdec.provenance import cache_home
 from specdec.sequence import SamplingParams
 from specdec.speculation import (
+    CONTEXT,
     EXPECTED_ACCEPTANCE,
     FIXED_COSTS,
     PROBE_EVERY,
@@ -167,6 +168,21 @@ def test_costs_are_measured_once_and_kept(tiny_llama: Path, monkeypatch: pytest.
     assert 0 < table.head_share < 1
     monkeypatch.setattr(cost_model, "measure_costs", lambda decoder: pytest.fail("measured twice"))
     assert target_costs(decoder, tiny_llama) == table
+
+
+def test_noise_makes_no_pass_free(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls while long contexts are measured: short texts still take time, one or many."""
+    decoder = Engine(tiny_llama, config=EngineConfig(kv_tokens=64)).decoder
+
+    def seconds(decoder: Any, cache: Any, rows: int, sequences: int = 1, *, context: int = CONTEXT) -> float:
+        return 1.0 + 0.1 * rows + (50.0 if context > CONTEXT else 0.0)
+
+    monkeypatch.setattr(cost_model, "_seconds", seconds)
+    table = measure_costs(decoder)
+    assert table is not None
+    for sequences in (1, 2, 16, 64):
+        beside = table.beside([(1, 1)] * sequences)
+        assert table.of(sequences) + beside > 0.4 * table.of(1)
 
 
 def test_old_and_damaged_tables_are_measured_anew(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
