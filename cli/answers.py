@@ -54,6 +54,7 @@ class AnswerPlan:
     batch_size: int
     device: str
     dtype: str
+    weights: str
 
 
 def ordered_prompts(prompts: list[Prompt], order: str, seed: int) -> list[Prompt]:
@@ -133,10 +134,11 @@ def _write(plan: AnswerPlan, prompts: list[Prompt]) -> dict[str, Any]:
     if done:
         _require_same_origin(plan.out, origin)
     context = ModelConfig.from_folder(folder).max_position_embeddings
-    with usage_errors(flags_of({"device": 0, "dtype": 0}, {"max_num_seqs": "--batch-size"})):
+    with usage_errors(flags_of({"device": 0, "dtype": 0, "weights": 0}, {"max_num_seqs": "--batch-size"})):
         config = EngineConfig(
             device=plan.device,
             dtype=plan.dtype,
+            weights=plan.weights,
             max_num_seqs=plan.batch_size,
             max_model_len=min(context, plan.max_prompt_tokens + plan.max_tokens),
         )
@@ -218,6 +220,7 @@ def _origin(plan: AnswerPlan, folder: Path) -> dict[str, Any]:
         "temperature": plan.params.temperature,
         "top_p": plan.params.top_p,
         "dtype": plan.dtype,
+        "weights": plan.weights,
     }
 
 
@@ -225,11 +228,15 @@ def _require_same_origin(out: Path, origin: dict[str, Any]) -> None:
     """Refuse to go on with answers of another kind.
 
     Raises:
-        SpecdecError: the file was begun with another target, other sampling or another dtype.
+        SpecdecError: the file was begun with another target, other sampling, another dtype or other weights.
     """
     record = _record_path(out)
-    # records from before there was a choice name no dtype
-    before = {"dtype": "float32", **(read_json(record).get("extra", {}) if record.exists() else {})}
+    # records from before there was a choice name neither
+    before = {
+        "dtype": "float32",
+        "weights": "auto",
+        **(read_json(record).get("extra", {}) if record.exists() else {}),
+    }
     for name, value in origin.items():
         if before.get(name) != value:
             raise SpecdecError(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.datasets import SETS_HELP
+from specdec.cli.usage import check_exact
 from specdec.errors import UsageError
 
 FULL = "C0,C1,C2,C3,C4,C5"
@@ -31,7 +32,9 @@ def audit(
     knob: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the rule; may be repeated.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Promise that nothing lossy runs.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    weights: Annotated[str, typer.Option(help="auto, fp16-packed, plain, or int8 (another model).")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="auto, fp16-packed, plain, or (rounded) bf16-packed, int8.")
+    ] = "auto",
     shape: Annotated[
         str | None,
         typer.Option(help="chain:DEPTH or tree:DEPTHxTOP_K:NODES [default: tree:4x4:15, lossy chain:3]."),
@@ -60,8 +63,7 @@ def audit(
             raise UsageError(f"{option} ({text!r}) must name something; leave it out for the default")
     if lossy is not None and exact:
         raise UsageError(f"--exact promises that nothing lossy runs; drop it, or --lossy {lossy}")
-    if weights == "int8" and exact:
-        raise UsageError("--exact promises that nothing lossy runs; drop it, or --weights int8")
+    check_exact(exact, {"--weights": weights})
     if lossy is not None and rule is not None:
         raise UsageError("--rule audits an exact rule and --lossy prices a lossy one; give one of them")
     if knob and lossy is None and rule is None:

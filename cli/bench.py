@@ -87,7 +87,7 @@ def bench(
     ] = False,
     kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
     weights: Annotated[
-        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or int8 (another model).")
+        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or (rounded) bf16-packed, int8.")
     ] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto; int8 or fp8 through kernels: half the memory, other numbers.")
@@ -255,7 +255,7 @@ def bench(
     if verify_cost:
         from specdec.cli.benching.verify_cost import measure_verify_cost
 
-        emit_json(measure_verify_cost(target))
+        emit_json(measure_verify_cost(target, dtype=dtype, weights=weights))
         return
     if lossy and exact:
         raise UsageError("--exact promises that nothing lossy runs; drop it, or --lossy")

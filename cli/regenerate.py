@@ -32,6 +32,9 @@ def regenerate(
     batch_size: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 64,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    weights: Annotated[
+        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or (rounded) bf16-packed, int8.")
+    ] = "auto",
 ) -> None:
     """Let the target answer prompts, for training a draft on its own text.
 
@@ -62,6 +65,7 @@ def regenerate(
             batch_size=batch_size,
             device=device,
             dtype=dtype,
+            weights=weights,
         )
     )
     emit_json(summary)

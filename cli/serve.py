@@ -62,7 +62,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     kernels: Annotated[str, typer.Option(help="auto, triton or reference.")] = "auto",
     weights: Annotated[
-        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or int8 (another model).")
+        str, typer.Option(help="On the cpu: auto, fp16-packed, plain, or (rounded) bf16-packed, int8.")
     ] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto; int8 or fp8 through kernels: half the memory, other numbers.")

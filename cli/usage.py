@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from specdec.errors import SpecdecError, UsageError
+from specdec.exactness import ROUNDING_SETTINGS
 
 # a field with an underscore is no English word; another one is a field where its value follows
 _FIELD = re.compile(r"(?<![\w-])([a-z]+(?:_[a-z]+)+(?![\w.])|[a-z]+(?= \())")
@@ -33,7 +34,7 @@ def check_exact(exact: bool, options: Mapping[str, str]) -> None:
         UsageError: naming the option.
     """
     for flag, value in options.items():
-        if exact and value in ("int8", "fp8"):
+        if exact and value in ROUNDING_SETTINGS:
             raise UsageError(f"--exact promises the named target's text; drop it, or {flag} {value}")
 
 

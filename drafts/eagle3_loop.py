@@ -25,8 +25,8 @@ def head_linears(head: Eagle3Head, weights: str) -> list[Linear]:
 
     Args:
         head: the loaded head.
-        weights: "plain", "fp16-packed" (where exact), or "auto", which means int8: a draft's rounding costs
-            no text, and its matrices are half of a pass's bytes.
+        weights: "plain", "fp16-packed" (where exact), "bf16-packed", or "auto", which means int8: a draft's
+            rounding costs no text, and its matrices are half of a pass's bytes.
     """
     attention, mlp = head.midlayer.self_attn, head.midlayer.mlp
     parts = [
@@ -50,6 +50,8 @@ def head_linears(head: Eagle3Head, weights: str) -> list[Linear]:
             storage = Storage.INT8
         elif weights in ("auto", "fp16-packed") and packing_available() and fits_fp16(weight):
             storage = Storage.FP16
+        elif weights == "bf16-packed" and packing_available(Storage.BF16):
+            storage = Storage.BF16
         linears.append(Linear(weight, biases.get(number), storage))
     return linears
 
@@ -65,7 +67,7 @@ class HeadLoop(Matrices):
     """
 
     __constants__ = (
-        "any_packed",
+        *Matrices.__constants__,
         "fc_norm",
         "norm_before_fc",
         "norm_before_residual",

@@ -17,7 +17,7 @@ from specdec.provenance import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 KERNEL_SETTINGS = ("auto", "triton", "reference")
-WEIGHTS = ("auto", "fp16-packed", "plain", "int8")
+WEIGHTS = ("auto", "fp16-packed", "bf16-packed", "plain", "int8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -251,12 +251,14 @@ class EngineConfig:
     CUDA graphs if `cuda_graphs` says so. `overlap` launches a decoding step through kernels before the host
     has read the one before it (see `specdec.device.pipeline`). `weights` says how matrices are held on the
     cpu: as packed fp16 numbers ("fp16-packed"; "auto" does so where that is exact, and takes the compute
-    dtype elsewhere), in the compute dtype ("plain"), or rounded to "int8": another model than the one that
-    was named. `draft_weights` says the same of a draft head; "auto" is int8 there, which costs no exactness,
-    unless `weights` are "plain". `kv_cache_dtype` says how the target's keys and values are kept: in the
-    compute dtype ("auto"), or as eight-bit codes with a scale for each row and head ("int8", "fp8"; through
-    kernels only): half the memory of 16-bit rows and another model's numbers, the same ones with and without
-    drafts. `pass_costs` says by which costs of a pass the adaptive policy decides:
+    dtype elsewhere), in the compute dtype ("plain"), or rounded, with the activations of every product, to
+    bf16 ("bf16-packed", where the processor multiplies bf16 numbers; everything else stays fp32) or to eight
+    bits ("int8"): another model than the one that was named. `draft_weights` says the same of a draft head;
+    "auto" is int8 there, which costs no exactness, unless `weights` are "plain". `kv_cache_dtype` says
+    how the target's keys and values are kept: in the compute dtype ("auto"), or as eight-bit codes with a
+    scale for each row and head ("int8", "fp8"; through kernels only): half the memory of 16-bit rows and
+    another model's numbers, the same ones with and without drafts. `pass_costs` says by which costs of a
+    pass the adaptive policy decides:
     those "measured" on the cpu when the engine starts (a second, kept in the user's cache), or the "fixed"
     ones of the program.
     """
@@ -326,7 +328,7 @@ class EngineConfig:
         for name, value in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if value not in WEIGHTS:
                 raise SpecdecError(f"{name} ({value!r}) must be one of {', '.join(WEIGHTS)}")
-        if self.weights in ("fp16-packed", "int8") and (self.device, self.dtype) != ("cpu", "float32"):
+        if self.weights not in ("auto", "plain") and (self.device, self.dtype) != ("cpu", "float32"):
             raise SpecdecError(
                 f"weights ({self.weights!r}) need device 'cpu' and dtype 'float32', not {self.device!r} and "
                 f"{self.dtype!r}; use 'auto'"

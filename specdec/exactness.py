@@ -1,21 +1,22 @@
 """What exactness is relative to: the words of every record and answer that calls a text exact or lossless.
 
 An exact rule leaves a text what the same engine writes without drafts. Where weights or the KV cache are
-rounded to eight bits, that is the plain text of another model than the one that was named, and nothing is
-promised about the named one's own. Draft weights change no text under an exact rule.
+rounded, that is the plain text of another model than the one that was named, and nothing is promised about
+the named one's own. Draft weights change no text under an exact rule.
 """
 
 from __future__ import annotations
 
 # the target as it was named, in the compute dtype
 TARGET = "the target"
-_EIGHT_BITS = ("int8", "fp8")
+# settings of weights or KV cache that round what was loaded
+ROUNDING_SETTINGS = ("bf16-packed", "int8", "fp8")
 
 
 def exact_against(*, weights: str, kv_cache_dtype: str) -> str:
     """Whose plain text an exact rule leaves as it is, under these settings of an engine."""
     rounded = {"weights": weights, "KV cache": kv_cache_dtype}
-    held = [f"{setting} {name}" for name, setting in rounded.items() if setting in _EIGHT_BITS]
+    held = [f"{setting} {name}" for name, setting in rounded.items() if setting in ROUNDING_SETTINGS]
     return f"{TARGET} with {' and '.join(held)}" if held else TARGET
 
 

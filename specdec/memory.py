@@ -76,6 +76,11 @@ class TensorAudit:
 
     def _sizes(self, held: object) -> Iterator[int]:
         if isinstance(held, Tensor):
+            if held.is_mkldnn:  # no storage to ask for; counted by its linear layer where that is seen
+                if self.scripted and id(held) not in self._objects:
+                    self._objects[id(held)] = held
+                    yield held.numel() * held.element_size()
+                return
             storage = held.untyped_storage()
             if storage.data_ptr() not in self._storages:
                 self._storages.add(storage.data_ptr())
@@ -93,7 +98,7 @@ class TensorAudit:
             return
         if isinstance(held, Linear) and held.storage is not Storage.PLAIN:
             self._objects[id(held.packed)] = held.packed
-            yield held.out_features * held.in_features * (2 if held.storage is Storage.FP16 else 1)
+            yield held.out_features * held.in_features * (1 if held.storage is Storage.INT8 else 2)
         if isinstance(held, torch.ScriptObject):
             weight = torch.ops.quantized.linear_unpack(held)[0]
             yield weight.numel() * (1 if weight.is_quantized else 2)

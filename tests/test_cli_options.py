@@ -17,7 +17,7 @@ OPTIONS: dict[str, str] = {
     ),
     "regenerate": (
         "prompts --target --out --max-tokens --max-prompt-tokens --total-tokens --limit --temperature "
-        "--top-p --seed --order --batch-size --device --dtype"
+        "--top-p --seed --order --batch-size --device --dtype --weights"
     ),
     "train": (
         "target --layers --data --out --states-cache --init-from --draft-vocab-size "

@@ -23,7 +23,7 @@ _LOAD = frozenset(
 # what the measurements of a machine, which decode no prompts, go by
 _ALONE = {
     "micro": frozenset({"target", "device", "dtype", "deterministic", "repeats", "trace", "out"}),
-    "verify_cost": frozenset({"target"}),
+    "verify_cost": frozenset({"target", "dtype", "weights"}),
 }
 _HTTP = "httpx2"
 Number = TypeVar("Number", int, float)

@@ -3,7 +3,7 @@
 The figures behind `specdec.speculation.FIXED_COSTS`: one sequence, chains of a token that is hardly
 ever right, so that every step verifies the same number of rows. Beside each time stands the least that its
 products can take: their operations at the rate of a large matrix product, measured in the same run. Where
-that alone exceeds what is wished for, no arrangement of exact fp32 products reaches it on this processor.
+that alone exceeds what is wished for, no arrangement of these products reaches it on this processor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.drafter import DraftRequest
 from specdec.engine import Engine
 from specdec.models.decoder import Decoder
+from specdec.models.layers import Storage
 from specdec.sequence import SamplingParams
 from specdec.step_logits import FREE_ROWS
 from specdec.tree import DraftTree, chain_tree
@@ -62,15 +63,23 @@ class FixedDrafter:
         return trees
 
 
-def measure_verify_cost(target: str) -> dict[str, Any]:
-    """Median seconds of a target pass by rows, interleaved; prints the table."""
-    config = EngineConfig(max_num_seqs=1, kv_tokens=2048, prefix_cache=False)
+def measure_verify_cost(target: str, *, dtype: str, weights: str) -> dict[str, Any]:
+    """Median seconds of a target pass by rows, interleaved; prints the table.
+
+    Args:
+        target: name or folder.
+        dtype: of `EngineConfig`, as the next.
+        weights: .
+    """
+    config = EngineConfig(max_num_seqs=1, kv_tokens=2048, prefix_cache=False, dtype=dtype, weights=weights)
     plain = Engine(target, config=config)
     engines: dict[int, Engine] = {1: plain}
     for rows in ROWS[1:]:
         engines[rows] = _engine(plain, rows)
     clock = Clock("cpu", rounds=LIMIT_ROUNDS)
-    rate = measure_limits(clock, torch.float32).matrix_flop_per_s
+    rounded = plain.decoder.num_packed and plain.decoder.storage is Storage.BF16
+    products = torch.bfloat16 if rounded else plain.decoder.dtype
+    rate = measure_limits(clock, products).matrix_flop_per_s
     prompt = [100 + index % 400 for index in range(PROMPT_TOKENS)]
     params = SamplingParams(max_tokens=STEPS, ignore_eos=True)
     seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
@@ -87,7 +96,7 @@ def measure_verify_cost(target: str) -> dict[str, Any]:
                     spent = engine.times.target + engine.times.verify - before
                     seconds[rows].append(spent / (engine.times.steps - steps))
             bar.update(repeat)
-    rate = max(rate, measure_limits(clock, torch.float32).matrix_flop_per_s)
+    rate = max(rate, measure_limits(clock, products).matrix_flop_per_s)
     base = median(seconds[1])
     least = {rows: operations_of(plain.decoder, rows) / rate for rows in ROWS}
     figures = [
@@ -97,14 +106,17 @@ def measure_verify_cost(target: str) -> dict[str, Any]:
         for rows, values in seconds.items()
     ]  # fmt: skip
     print_table(
-        f"target pass, {target}, one sequence at {PROMPT_TOKENS} tokens, median of {REPEATS} interleaved "
-        f"repeats of {STEPS} tokens; least: its products at {rate / 1e9:.0f} GFLOP/s, as a large one",
+        f"target pass, {target}, {dtype}, weights {weights}, one sequence at {PROMPT_TOKENS} tokens, "
+        f"median of {REPEATS} interleaved repeats of {STEPS} tokens; least: its products at "
+        f"{rate / 1e9:.0f} GFLOP/s, as a large one",
         ["rows", "ms", "relative to 1 row", "lowest", "highest", "least ms", "least relative"],
         [list(figure.values()) for figure in figures],
     )
     return {
         "schema": "specdec.verify-cost/1",
         "target": target,
+        "dtype": dtype,
+        "weights": weights,
         "matrix_gflop_per_s": rate / 1e9,
         "threads": torch.get_num_threads(),
         "passes": figures,

@@ -15,6 +15,7 @@ from specdec.audit.parity import Task
 from specdec.audit.reference import Noise
 from specdec.config import SpecConfig
 from specdec.errors import UsageError
+from specdec.exactness import ROUNDING_SETTINGS
 from specdec.verification.rules import BoundRule
 
 EXACT = "exact"
@@ -68,7 +69,7 @@ class AuditPlan:
     @property
     def full_precision(self) -> bool:
         """Whether the audited target computes with the weights that were loaded, in float32."""
-        return self.dtype == "float32" and self.weights != "int8"
+        return self.dtype == "float32" and self.weights not in ROUNDING_SETTINGS
 
     @property
     def label(self) -> str:

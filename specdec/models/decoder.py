@@ -125,9 +125,20 @@ class DecoderLayer:
         return x + self.down(F.silu(gate) * up)
 
 
+# what a setting of `weights` wants of a model in fp32
+_STORAGES = {
+    "auto": Storage.FP16,
+    "plain": Storage.PLAIN,
+    "fp16-packed": Storage.FP16,
+    "bf16-packed": Storage.BF16,
+    "int8": Storage.INT8,
+}
+
+
 class LinearFactory:
     """Chooses each matrix's storage: packed fp16 where exact and available, else the compute dtype.
 
+    A bf16 model on a processor that multiplies bf16 numbers is packed as well, with the same numbers.
     `deterministic` gives every product the same number of rows (`specdec.models.fixed_rows`).
     """
 
@@ -137,15 +148,17 @@ class LinearFactory:
         self.dtype, self.device, self.weights = dtype, device, weights
         self.deterministic = deterministic
         self._kind = FixedRowLinear if deterministic else Linear
-        self.wanted = weights != "plain" and device == "cpu" and dtype == torch.float32
-        self.storage = Storage.INT8 if weights == "int8" else Storage.FP16
+        self.storage = _STORAGES[weights] if dtype == torch.float32 else Storage.BF16
+        self.wanted = weights != "plain" and device == "cpu" and dtype != torch.float16
         self.packed = self.wanted and packing_available(self.storage)
-        if weights in ("fp16-packed", "int8") and not self.packed:
-            raise SpecdecError(f"weights ({weights!r}) are not available in this torch build; use 'auto'")
+        if weights not in ("auto", "plain") and not self.packed:
+            raise SpecdecError(
+                f"weights ({weights!r}) are not available with this torch build on this processor; use 'auto'"
+            )
         self.num_packed = self.num_plain = 0
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        packed = self.packed and (self.storage is Storage.INT8 or fits_fp16(weight))
+        packed = self.packed and (self.storage is not Storage.FP16 or fits_fp16(weight))
         if self.weights == "fp16-packed" and not packed:
             raise SpecdecError(
                 "weights ('fp16-packed') need every weight to be an fp16 number, and this target has others; "
@@ -162,7 +175,7 @@ class LinearFactory:
 
     def say_what_is_slower(self, folder: str | Path) -> None:
         """Name the fp32 path where the packed one was wanted and cannot be had."""
-        if not self.wanted or not self.num_plain:
+        if not self.wanted or not self.num_plain or self.dtype != torch.float32:
             return
         if not self.packed:
             logger.warning("packed fp16 products are not available in this torch build; using plain fp32")
@@ -218,6 +231,8 @@ class Decoder:
         """To what multiple the rows of a pass are padded, so that a row's products do not depend on it."""
         if self.num_packed and make.storage is Storage.INT8:
             return 1
+        if self.num_packed and make.storage is Storage.BF16:
+            return ROW_MULTIPLE  # one row of a product takes longer than four
         return row_multiple() if self.num_packed and not self.num_plain else ROW_MULTIPLE
 
     def _layer_loop(self) -> LayerLoop:

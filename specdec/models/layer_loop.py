@@ -219,7 +219,7 @@ class LayerLoop(Matrices):
         eps: of the norms.
     """
 
-    __constants__ = ("any_packed", "qk_norm")
+    __constants__ = (*Matrices.__constants__, "qk_norm")
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """Building blocks of the decoder: linear layers in the storage their weights allow, RMS norm.
 
 A packed linear holds fp16 weights for FBGEMM and computes in fp32: exact products of the stored
-weights, half the memory traffic of fp32. It is used only where every weight is an fp16 number. An int8 one
-rounds the weights (a scale per output) and, at every call, the activations (a scale per row): another model
-than the one that was loaded.
+weights, half the memory traffic of fp32. It is used only where every weight is an fp16 number. A bf16 one
+holds weights in oneDNN's layout and rounds the activations of every call to bf16 too; sums are fp32. An int8
+one rounds the weights (a scale per output) and, at every call, the activations (a scale per row). To a model
+that is asked for in fp32, both are another model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROW_MULTIPLE = 4  # rows of a product padded to this give the same bits whatever their number (FBGEMM)
+PACKED_FOR_ROWS = 16  # a hint to oneDNN: the layout holds for any number of rows
 PROBE_ROWS = 40  # row counts compared by `row_multiple`: more than two blocks of any of FBGEMM's kernels
 
 
@@ -26,12 +28,14 @@ class Storage(IntEnum):
     PLAIN = 0  # in the compute dtype
     FP16 = 1
     INT8 = 2
+    BF16 = 3
 
 
 class Linear:
     """y = x W^T + b for x [rows, in_features], weight [out_features, in_features].
 
-    `weight` of a packed one is inside `packed` and empty here; `bias` is there too, but of an int8 one.
+    `weight` of an fp16 or int8 one is inside `packed` and empty here, that of a bf16 one has oneDNN's layout;
+    the bias of an fp16 one is inside too.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage = Storage.PLAIN) -> None:
@@ -46,6 +50,9 @@ class Linear:
         elif storage is Storage.INT8:
             self.packed = torch.ops.quantized.linear_prepack(_to_int8(weight.float()), None)
             self.bias = None if bias is None else bias.float()
+        elif storage is Storage.BF16:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), PACKED_FOR_ROWS)
+            self.bias = None if bias is None else bias.float()
         else:
             self.weight, self.bias = weight, bias
 
@@ -58,7 +65,18 @@ class Linear:
                 torch.ops.quantized.linear_dynamic.default(spread, self.packed, int8_overflows()) * scale
             )
             return product if self.bias is None else product + self.bias
+        if self.storage is Storage.BF16:
+            product = bf16_product(x, self.weight)
+            return product if self.bias is None else (product + self.bias).to(x.dtype)
         return F.linear(x, self.weight, self.bias)
+
+
+def bf16_product(x: Tensor, packed: Tensor) -> Tensor:
+    """Product of x [rows, in], rounded to bf16, and a weight in oneDNN's layout: in x's dtype."""
+    nothing = torch.jit.annotate(list[int | float | complex | None], [])
+    return torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), packed, None, "none", nothing, "").to(
+        x.dtype
+    )
 
 
 def _to_int8(weight: Tensor) -> Tensor:
@@ -95,14 +113,23 @@ def int8_overflows() -> bool:
 
 
 def packing_available(storage: Storage = Storage.FP16) -> bool:
-    """Whether this torch build has FBGEMM's packed linear for this processor."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
+    """Whether this torch build has a packed linear of that storage for this processor."""
+    if storage is Storage.BF16 and not _multiplies_bf16():
+        return False
+    if storage is not Storage.BF16 and "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     try:
         probe = Linear(torch.ones(4, 4), None, storage)
         return bool((probe(torch.ones(4, 4)) - 4.0).abs().max() < 0.1)
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def _multiplies_bf16() -> bool:
+    """Whether the processor has products of bf16 numbers, which alone make packing them worth while."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.models.layers import Linear, Storage, int8_overflows, spread_rows
+from specdec.models.layers import Linear, Storage, bf16_product, int8_overflows, spread_rows
 
 
 class Matrices(nn.Module):
@@ -24,13 +24,15 @@ class Matrices(nn.Module):
         linears: in the order of their numbers.
     """
 
-    __constants__: tuple[str, ...] = ("any_packed",)  # branches not taken are not compiled
+    # branches not taken are not compiled
+    __constants__: tuple[str, ...] = ("any_packed", "any_bf16")
 
     def __init__(self, linears: list[Linear]) -> None:
         super().__init__()
         packed = [linear.packed for linear in linears if linear.packed is not None]
         nothing = torch.empty(0)
         self.any_packed = bool(packed)
+        self.any_bf16 = any(linear.storage is Storage.BF16 for linear in linears)
         self.seven_bits = any(linear.storage is Storage.INT8 for linear in linears) and int8_overflows()
         self.storage = [int(linear.storage) for linear in linears]
         if packed:
@@ -41,6 +43,10 @@ class Matrices(nn.Module):
 
     def product(self, matrix: int, x: Tensor) -> Tensor:
         """Product of x [T, in] and the matrix of that number."""
+        if self.any_bf16 and self.storage[matrix] == 3:
+            bias = self.biases[matrix]
+            product = bf16_product(x, self.weights[matrix])
+            return (product + bias).to(x.dtype) if bias.numel() > 0 else product
         if self.any_packed:
             if self.storage[matrix] == 1:
                 return torch.ops.quantized.linear_dynamic_fp16(x, self.packed[matrix])

@@ -120,6 +120,7 @@ def test_a_lossy_rule_is_priced_and_named_everywhere(
     [
         (["--lossy", "lenience", "--exact"], "--exact"),
         (["--weights", "int8", "--exact"], "--exact"),
+        (["--weights", "bf16-packed", "--exact"], "--exact"),
         (["--lossy", "lenience", "--rule", "block"], "one of them"),
         (["--knob", "l=1"], "--knob needs"),
         (["--lossy", "block"], "--rule block"),

@@ -155,8 +155,9 @@ def test_bench_measures_every_setting_beside_plain(
 
 
 def test_verify_cost_is_measured_by_rows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", str(tiny_llama), "--verify-cost"]) == 0
+    assert main(["bench", str(tiny_llama), "--verify-cost", "--weights", "plain"]) == 0
     summary = last_json(capsys)
+    assert (summary["dtype"], summary["weights"]) == ("float32", "plain")
     passes = summary["passes"]
     assert [one["rows"] for one in passes] == [1, 4, 8, 12, 16, 24, 32]
     config = ModelConfig.from_folder(tiny_llama)

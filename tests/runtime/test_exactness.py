@@ -21,6 +21,7 @@ from specdec.sampling_params import SamplingParams
         ("fp16-packed", "auto", TARGET),
         ("plain", "auto", TARGET),
         ("int8", "auto", "the target with int8 weights"),
+        ("bf16-packed", "auto", "the target with bf16-packed weights"),
         ("auto", "fp8", "the target with fp8 KV cache"),
         ("int8", "int8", "the target with int8 weights and int8 KV cache"),
     ],

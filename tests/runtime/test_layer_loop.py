@@ -208,6 +208,75 @@ def test_a_row_of_an_int8_product_does_not_depend_on_the_others() -> None:
     assert torch.isfinite(matrix(torch.zeros(1, 130))).all()
 
 
+@torch.inference_mode()
+def test_bf16_products_are_another_model_near_the_one_that_was_named(half_family: Path) -> None:
+    if not packing_available(Storage.BF16):
+        pytest.skip("this processor does not multiply bf16 numbers")
+    exact, rounded = engine_of(half_family).decoder, engine_of(half_family, weights="bf16-packed").decoder
+    assert (rounded.num_plain, rounded.storage, rounded.dtype) == (0, Storage.BF16, torch.float32)
+    batch = ragged_batch(padding=2)
+    one, _ = exact.forward(batch, filled_cache(exact), ())
+    two, _ = rounded.forward(batch, filled_cache(rounded), ())
+    rows = len(batch.slots)
+    assert 1e-4 < (one - two)[:rows].norm() / one[:rows].norm() < 0.03
+    by_layer, _ = rounded.forward_by_layer(batch, filled_cache(rounded), ())
+    torch.testing.assert_close(two[:rows], by_layer[:rows], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_bf16_product_rounds_both_sides_once_and_keeps_a_rows_bits(dtype: torch.dtype) -> None:
+    if not packing_available(Storage.BF16):
+        pytest.skip("this processor does not multiply bf16 numbers")
+    generator = torch.Generator().manual_seed(6)
+    for outputs, inputs in ((37, 100), (960, 576), (129, 1537)):
+        weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs)
+        matrix = Linear(weight, bias, Storage.BF16)
+        x = torch.randn(60, inputs, generator=generator).to(dtype)
+        whole = matrix(x)
+        assert whole.dtype == dtype
+        exact = x.bfloat16().double() @ weight.bfloat16().double().T
+        # the product is rounded to bf16 once, and again with its bias where that is the dtype
+        end = 2**-8 if dtype == torch.bfloat16 else 1e-6
+        bound = exact.abs() * 2**-8 + (exact + bias).abs() * end + 1e-3
+        assert ((whole.double() - exact - bias).abs() <= bound).all()
+        for rows in range(ROW_MULTIPLE, 61, ROW_MULTIPLE):
+            assert torch.equal(matrix(x[:rows]), whole[:rows]), f"{rows} rows of {outputs} x {inputs}"
+
+
+@torch.inference_mode()
+def test_a_bf16_model_is_packed_where_that_changes_no_number(tiny_llama: Path) -> None:
+    if not packing_available(Storage.BF16):
+        pytest.skip("this processor does not multiply bf16 numbers")
+    packed = engine_of(tiny_llama, dtype="bfloat16").decoder
+    plain = engine_of(tiny_llama, dtype="bfloat16", weights="plain").decoder
+    assert (packed.num_plain, plain.num_packed) == (0, 0)
+    batch = ragged_batch(padding=0)
+    one, _ = packed.forward(batch, filled_cache(packed), ())
+    two, _ = plain.forward(batch, filled_cache(plain), ())
+    # sums may be ordered otherwise: a last bit here and there
+    assert (one - two).float().norm() < 0.01 * two.float().norm()
+
+
+def test_bf16_weights_are_counted_once(half_family: Path) -> None:
+    if not packing_available(Storage.BF16):
+        pytest.skip("this processor does not multiply bf16 numbers")
+    halves, rounded = engine_of(half_family), engine_of(half_family, weights="bf16-packed")
+    qkv = [layer.qkv for layer in rounded.decoder.layers]
+    # FBGEMM keeps biases inside
+    biases = sum(matrix.bias.nbytes for matrix in qkv if matrix.bias is not None)
+    assert rounded.memory_report().weights == halves.memory_report().weights + biases
+
+
+def test_bf16_products_are_refused_where_there_are_none(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_multiplies_bf16", lambda: False)
+    with pytest.raises(SpecdecError, match=r"weights \('bf16-packed'\) are not available .* this processor"):
+        engine_of(tiny_llama, weights="bf16-packed")
+    assert engine_of(tiny_llama, dtype="bfloat16").decoder.num_packed == 0
+
+
 def test_unknown_and_impossible_weights_are_refused(tiny_llama: Path) -> None:
     with pytest.raises(SpecdecError, match=r"weights \('fp8'\) must be one of"):
         EngineConfig(weights="fp8")
