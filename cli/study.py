@@ -1,4 +1,4 @@
-"""`specdec study`: does the choice of layers show in acceptance after training?
+"""`specdec study`: does the choice of layers, or of a recipe, show in acceptance after training?
 
 Owns the command line of the study: options, which sets are named, the files. Does not know how arms are
 trained or compared.
@@ -16,12 +16,14 @@ from specdec.cli.datasets import require_training_data
 from specdec.cli.usage import flags_of, usage_errors
 from specdec.errors import SpecdecError, UsageError
 from specdec.train.study_config import STUDY_TRAINING, StudyConfig
+from specdec.train.study_recipes import Recipe, check_recipes, parse_recipe
 
 DEFAULT = StudyConfig()
 FLAGS = flags_of({**vars(DEFAULT), **vars(STUDY_TRAINING)}, {"learning_rate": "--lr", "max_depth": "--chain"})
 
 
 def study(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(help="Folder, or a name that pull knows.")],
     data: Annotated[
         Path,
@@ -33,6 +35,13 @@ def study(
     out: Annotated[Path, typer.Option(help="Folder of the study; run again to go on.")],
     layers: Annotated[
         list[str] | None, typer.Option(help="A set to compare, NAME=11,18,27 or NAME=selection.json; repeat.")
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compare ways to train on one --layers instead: NAME:option=value,..., such as kl:loss=kl "
+            "or plain:init=random,fc_norm=false; repeat."
+        ),
     ] = None,
     k: Annotated[str, typer.Option(help="Numbers of taps that get baselines, the first also random.")] = "3",
     seeds: Annotated[str, typer.Option(help="Seeds for each K; the last counts for the rest.")] = "3",
@@ -67,7 +76,8 @@ def study(
     keep_heads: Annotated[bool, typer.Option(help="Keep the trained heads.")] = DEFAULT.keep_heads,
     picture: Annotated[Path | None, typer.Option(help="PNG of the comparison.")] = None,
 ) -> None:
-    """Train heads on many tap sets with equal budget and compare their acceptance."""
+    """Train heads on many tap sets, or by many recipes, with equal budget and compare their acceptance."""
+    recipes = _recipes(context, recipe or [], layers or [])
     counts, per_count = _numbers("--k", k), _numbers("--seeds", seeds)
     require_training_data(data)
     if scores is not None and not scores.is_file():
@@ -91,6 +101,7 @@ def study(
                 STUDY_TRAINING, epochs=epochs, draft_vocab_size=draft_vocab_size, learning_rate=learning_rate
             ),
         )
+    check_recipes(recipes, config.training)
     _require_outputs(out, picture, {"--data": data, "--scores": scores})
 
     from specdec.cli.studying.run import StudyOptions, run_study
@@ -107,12 +118,30 @@ def study(
             random_sets=random_sets,
             random_seed=random_seed,
             scores=scores,
-            probe_tokens=probe_tokens,
+            probe_tokens=0 if recipes else probe_tokens,
             max_hours=max_hours,
             states_cache=states_cache,
             picture=picture,
+            recipes=recipes,
         )
     )
+
+
+def _recipes(context: typer.Context, texts: list[str], layers: list[str]) -> list[Recipe]:
+    """The recipes; refuses what only a study of layers takes beside them."""
+    recipes = [parse_recipe(text) for text in texts]
+    if not recipes:
+        return []
+    if len(layers) != 1:
+        raise UsageError(
+            f"--recipe needs one tap set for all, --layers NAME=21,25,29; {len(layers)} were given"
+        )
+    for name in ("k", "random_sets", "random_seed", "scores", "probe_tokens"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} and --recipe exclude each other: recipes are compared on one tap set")
+    return recipes
 
 
 def _require_outputs(out: Path, picture: Path | None, inputs: dict[str, Path | None]) -> None:

@@ -30,9 +30,9 @@ OPTIONS: dict[str, str] = {
         "--accept-prompts --accept-tokens --tracker --resume --dry-run --config"
     ),
     "study": (
-        "target --data --out --layers --k --seeds --random-sets --random-seed --scores --probe-tokens "
-        "--train-tokens --epochs --draft-vocab-size --lr --held-out --served --served-tokens --chain "
-        "--max-hours --states-cache --keep-heads --picture"
+        "target --data --out --layers --recipe --k --seeds --random-sets --random-seed --scores "
+        "--probe-tokens --train-tokens --epochs --draft-vocab-size --lr --held-out --served "
+        "--served-tokens --chain --max-hours --states-cache --keep-heads --picture"
     ),
     "export": "draft --to --target --out --target-name",
     "import": "folder --from --target --out",

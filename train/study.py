@@ -1,12 +1,13 @@
-"""Equal-budget training of heads on many tap sets: does the choice of layers show in acceptance?
+"""Equal-budget training of heads on many tap sets, or by many recipes: does a choice show in acceptance?
 
 Owns what the arms share (target, conversations, held-out split, vocabulary, states of every boundary) and
 the life of one arm: start, train, measure, record. Which sets are compared is `study_arms`, how an arm is
 measured `study_measure`; the comparison of the records belongs to the command.
 
-Arms differ in their taps and seed alone: same conversations, order, steps, vocabulary, start rule and per-tap
-norms. A record is written when an arm is done; a killed study goes on with the arm it was at. Several
-processes may work on one folder: each arm is taken by one of them.
+Arms differ in their taps, their seed and what their recipe changes: same conversations, order, vocabulary,
+and, unless a recipe says otherwise, steps, start rule and per-tap norms. A record is written when an arm is
+done; a killed study goes on with the arm it was at. Several processes may work on one folder: each arm is
+taken by one of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from specdec.train.head_start import choose_vocab, start_head
 from specdec.train.prepare import fill_progress
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StoredStates, TapSubset, TargetStates
-from specdec.train.study_arms import Arm
+from specdec.train.study_arms import Arm, TapSet, check_taps
 from specdec.train.study_config import StudyConfig
 from specdec.train.study_measure import ServedPrompts, conversation_record
 from specdec.train.trainer import Trainer
@@ -53,6 +54,7 @@ class Study:
         out: folder of the study; a record an arm goes to `arms/`, states of all boundaries to `states/`.
         config: the budget.
         states_cache: where states are kept, if not in `out`.
+        only: the one tap set of all arms; states of every boundary are kept without it.
         report: called with one line of progress.
 
     Raises:
@@ -67,6 +69,7 @@ class Study:
         config: StudyConfig,
         *,
         states_cache: str | Path | None = None,
+        only: TapSet | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.config, self.out, self.report, self.target = config, Path(out), report, Path(target)
@@ -88,6 +91,9 @@ class Study:
             f"{len(self.held_out)} held out"
         )
         self.boundaries = tuple(range(self.num_layers + 1))
+        if only is not None:
+            check_taps(only.names[0], only.boundaries, self.num_layers)
+            self.boundaries = only.boundaries
         self.states = StoredStates(
             states_cache or self.out / "states",
             TargetStates(self.model, self.boundaries),
@@ -123,7 +129,7 @@ class Study:
         for number, arm in enumerate(arms):
             folder = self.out / "arms" / arm.key
             folder.mkdir(parents=True, exist_ok=True)
-            if self._record(folder) is not None:
+            if self._record(arm) is not None:
                 continue
             if until is not None and time.monotonic() > until:
                 self.report(f"time is up before {arm.key}; the same command goes on")
@@ -135,7 +141,7 @@ class Study:
                 self.report(f"{arm.key}: another process is at it")
                 continue
             try:
-                if self._record(folder) is None:
+                if self._record(arm) is None:
                     if self.config.served:
                         # a target or a prompt that cannot be served is refused before a head is trained.
                         self._serving()
@@ -143,11 +149,11 @@ class Study:
                     self._run_arm(arm, folder)
             finally:
                 lock.release()
-        found = [self._record(self.out / "arms" / arm.key) for arm in arms]
+        found = [self._record(arm) for arm in arms]
         return [record for record in found if record is not None]
 
-    def _record(self, folder: Path) -> dict[str, Any] | None:
-        path = folder / RESULT_NAME
+    def _record(self, arm: Arm) -> dict[str, Any] | None:
+        path = self.out / "arms" / arm.key / RESULT_NAME
         if not path.exists():
             return None
         record = read_json(path)
@@ -155,11 +161,19 @@ class Study:
             raise SpecdecError(
                 f"--out ({self.out}): {path} is of a study with another budget or data; name another folder"
             )
+        if arm.recipe is not None and record["recipe"] != arm.recipe.to_dict():
+            raise SpecdecError(
+                f"--out ({self.out}): {path} is of a recipe {arm.recipe.name} with other changes, "
+                f"{record['recipe']['changes']}; give the recipe another name"
+            )
         return record
 
     def _run_arm(self, arm: Arm, folder: Path) -> None:
         begun = time.monotonic()
-        config = replace(self.config.training, seed=arm.seed)
+        training = self.config.training
+        training = training if arm.recipe is None else arm.recipe.applied(training)
+        changes = {} if arm.recipe is None else {"recipe": arm.recipe.to_dict()}
+        config = replace(training, seed=arm.seed)
         source = TapSubset(self.states, self.boundaries, arm.boundaries)
         start = start_head(self.model, arm.boundaries, self.vocab, self.training, source, config)
         head = start.head
@@ -169,7 +183,7 @@ class Study:
             source,
             config,
             folder,
-            contract={"study": self.hash, "arm": arm.key},
+            contract={"study": self.hash, "arm": arm.key} | changes,
             report=lambda line: None,
             on_evaluate=lambda step, weights: {},
         )
@@ -177,6 +191,7 @@ class Study:
         outcome = trainer.run()
         if not outcome.complete:
             raise SpecdecError(f"stopped at step {outcome.steps} of arm {arm.key}; the same command goes on")
+        head.load_state_dict(trainer.served_weights())
         cast_head(head, config.save_dtype)
         offline = sequence_counts(head, source, self.held_out, self.config.chain)
         save_draft(folder, head, self.contract, dtype=config.save_dtype)
@@ -186,6 +201,7 @@ class Study:
             "study": self.hash,
             "boundaries": list(arm.boundaries),
             "seed": arm.seed,
+            **changes,
             "steps": outcome.steps,
             "last_loss": outcome.last_loss,
             "train_seconds": round(outcome.seconds, 1),

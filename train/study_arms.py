@@ -1,7 +1,8 @@
 """The tap sets a study compares: baselines a selection has to beat, and sets named by the user.
 
 Owns the list of sets and the order of work. Knows nothing of training. An *arm* is one tap set under one
-seed; a tap set that several rules arrive at is trained once and carries all their names.
+seed, and one recipe where recipes are compared; a tap set that several rules arrive at is trained once and
+carries all their names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from specdec.errors import SpecdecError
 from specdec.layer_select.references import DEFAULT, LAST, LAST_THIRD, UNIFORM, reference_subsets
+from specdec.train.study_recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,13 @@ class Arm:
 
     boundaries: tuple[int, ...]
     seed: int
+    recipe: Recipe | None = None
 
     @property
     def key(self) -> str:
         """Its folder's name."""
-        return "-".join(str(boundary) for boundary in self.boundaries) + f".seed{self.seed}"
+        recipe = "" if self.recipe is None else f".{self.recipe.name}"
+        return "-".join(str(boundary) for boundary in self.boundaries) + f"{recipe}.seed{self.seed}"
 
 
 def is_rule(name: str) -> bool:
@@ -82,7 +86,7 @@ def plan_tap_sets(
     if random_draws < 0:
         raise SpecdecError(f"--random-sets ({random_draws}) must be at least 0")
     for name, boundaries in named:
-        _check(name, boundaries, num_layers)
+        check_taps(name, boundaries, num_layers)
         if is_rule(name) or [other for other, _ in named].count(name) > 1:
             raise SpecdecError(f"--layers {name} ({list(boundaries)}) needs a name that no other set has")
         wanted.append((name, tuple(sorted(boundaries))))
@@ -113,7 +117,21 @@ def order_arms(tap_sets: Sequence[TapSet], seeds: Mapping[int, int]) -> list[Arm
     ]
 
 
-def _check(name: str, boundaries: Sequence[int], num_layers: int) -> None:
+def recipe_arms(boundaries: tuple[int, ...], recipes: Sequence[Recipe], seeds: int) -> list[Arm]:
+    """The study's own training and every recipe on one tap set, one seed of all before the next."""
+    return [
+        Arm(boundaries=boundaries, seed=seed, recipe=recipe)
+        for seed in range(seeds)
+        for recipe in (None, *recipes)
+    ]
+
+
+def check_taps(name: str, boundaries: Sequence[int], num_layers: int) -> None:
+    """Refuse boundaries that the target does not have, or that are repeated.
+
+    Raises:
+        SpecdecError: naming the set.
+    """
     if not boundaries or len(set(boundaries)) != len(boundaries):
         raise SpecdecError(f"--layers {name} ({list(boundaries)}) must be different boundaries")
     for boundary in boundaries:

@@ -1,4 +1,4 @@
-"""A study as one picture: every tap set's acceptance length, and its paired differences from the reference.
+"""A study as one picture: acceptance lengths of sets or recipes, and paired differences from the reference.
 
 Owns the drawing; reads findings only. The intervals of a length are wide because conversations differ; what
 tells sets apart are the differences paired by conversation, so these get panels of their own. Numbers stand
@@ -19,11 +19,14 @@ from specdec.layer_select.picture_theme import figure_with_canvas, png_bytes
 from specdec.layer_select.references import DEFAULT, LAST, LAST_THIRD, UNIFORM
 from specdec.provenance import write_bytes_atomic
 from specdec.train.study_arms import is_rule
+from specdec.train.study_recipes import BASE
 
 RULES = (UNIFORM, LAST_THIRD, LAST)
 # kind of set -> marker, colour
 STYLES = {
     "chosen by measurement": ("D", "#b3301a"),
+    "recipe": ("D", "#b3301a"),
+    "study's own training": ("s", "#1f3a5f"),
     "default triple": ("s", "#1f3a5f"),
     "fixed rule": ("o", "#4f7f3a"),
     "random": ("x", "0.45"),
@@ -38,6 +41,10 @@ DIFFERENCES = (
 def kind_of(finding: Finding) -> str:
     """Which row of the legend a set belongs to."""
     names = finding.taps.names
+    if finding.recipe is not None:
+        return "recipe"
+    if names == (BASE,):
+        return "study's own training"
     if any(not is_rule(name) for name in names):
         return "chosen by measurement"
     if DEFAULT in names:
@@ -67,9 +74,15 @@ def study_figure(findings: Sequence[Finding], *, title: str) -> Figure:
     first = dict(zip(labels, handles, strict=True))
     figure.legend(first.values(), first.keys(), loc="outside lower center", ncols=4, frameon=False)
     seeds = sorted({f.seeds for f in ordered})
+    recipes = any(f.recipe is not None for f in ordered)
     figure.suptitle(
-        f"{title}; {' to '.join(str(s) for s in dict.fromkeys((seeds[0], seeds[-1])))} seeds a set, 95 % "
-        "intervals; reference: the default triple, or the uniform set where K is not 3",
+        f"{title}; {' to '.join(str(s) for s in dict.fromkeys((seeds[0], seeds[-1])))} seeds a "
+        f"{'recipe' if recipes else 'set'}, 95 % intervals; reference: "
+        + (
+            "the study's own training"
+            if recipes
+            else "the default triple, or the uniform set where K is not 3"
+        ),
         fontsize=11,
     )
     return figure

@@ -1,4 +1,4 @@
-"""What a study says: every tap set against its reference, and which score foresaw the order.
+"""What a study says: every tap set or recipe against its reference, and which score foresaw the order.
 
 Owns the comparison of arm records, its table and its JSON. Does not know how arms are trained.
 
@@ -21,6 +21,7 @@ from specdec.cli.bootstrap import ArmCounts, Difference, arm_difference, arm_int
 from specdec.cli.console import print_table
 from specdec.layer_select.references import DEFAULT, UNIFORM
 from specdec.train.study_arms import TapSet
+from specdec.train.study_recipes import BASE, Recipe
 
 Record = Mapping[str, Any]
 # name -> (which list of a record, numerator of one entry, denominator of one entry)
@@ -34,7 +35,7 @@ FIGURES: dict[str, tuple[str, Callable[[Record], float], Callable[[Record], floa
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One tap set measured: figures with intervals, and differences from its reference."""
+    """One tap set, or one recipe on it, measured: figures with intervals, differences from its reference."""
 
     taps: TapSet
     seeds: int
@@ -43,6 +44,7 @@ class Finding:
     intervals: dict[str, tuple[float, float]]
     by_seed: dict[str, list[float]]
     differences: dict[str, Difference]
+    recipe: Recipe | None = None
 
     @property
     def label(self) -> str:
@@ -54,6 +56,7 @@ class Finding:
         return {
             "names": list(self.taps.names),
             "boundaries": list(self.taps.boundaries),
+            **({} if self.recipe is None else {"changes": dict(self.recipe.changes)}),
             "seeds": self.seeds,
             "reference": None if self.reference is None else list(self.reference),
             "figures": {
@@ -83,21 +86,50 @@ def compare(records: Sequence[Record], tap_sets: Sequence[TapSet]) -> list[Findi
     for taps in tap_sets:
         if taps.boundaries not in arms:
             continue
-        mine = arms[taps.boundaries]
-        own = _figures(mine, mine)
         reference = _reference(taps, tap_sets, arms)
-        findings.append(
-            Finding(
-                taps=taps,
-                seeds=len(mine),
-                reference=reference,
-                values={name: arm.value for name, arm in own.items()},
-                intervals={name: arm_interval(arm) for name, arm in own.items()},
-                by_seed={name: arm.by_seed for name, arm in own.items()},
-                differences={} if reference is None else _differences(mine, arms[reference]),
-            )
-        )
+        theirs = None if reference is None else arms[reference]
+        findings.append(_finding(taps, arms[taps.boundaries], reference, theirs))
     return findings
+
+
+def compare_recipes(
+    records: Sequence[Record], boundaries: tuple[int, ...], recipes: Sequence[Recipe]
+) -> list[Finding]:
+    """Every recipe that has a record against the study's own training."""
+    arms: dict[str, dict[int, Record]] = {}
+    for record in sorted(records, key=lambda r: r["seed"]):
+        name = record["recipe"]["name"] if "recipe" in record else BASE
+        arms.setdefault(name, {})[record["seed"]] = record
+    base = arms.get(BASE)
+    findings = []
+    if base is not None:
+        findings.append(_finding(TapSet(boundaries=boundaries, names=(BASE,)), base, None, None))
+    for recipe in recipes:
+        if recipe.name in arms:
+            taps = TapSet(boundaries=boundaries, names=(recipe.name,))
+            reference = None if base is None else boundaries
+            findings.append(_finding(taps, arms[recipe.name], reference, base, recipe))
+    return findings
+
+
+def _finding(
+    taps: TapSet,
+    mine: Mapping[int, Record],
+    reference: tuple[int, ...] | None,
+    theirs: Mapping[int, Record] | None,
+    recipe: Recipe | None = None,
+) -> Finding:
+    own = _figures(mine, mine)
+    return Finding(
+        taps=taps,
+        seeds=len(mine),
+        reference=reference,
+        values={name: arm.value for name, arm in own.items()},
+        intervals={name: arm_interval(arm) for name, arm in own.items()},
+        by_seed={name: arm.by_seed for name, arm in own.items()},
+        differences={} if theirs is None else _differences(mine, theirs),
+        recipe=recipe,
+    )
 
 
 def _figures(seeds: Mapping[int, Record], among: Collection[int]) -> dict[str, ArmCounts]:
@@ -171,7 +203,7 @@ def print_findings(title: str, findings: Sequence[Finding], ranks: Sequence[Mapp
         for finding in ordered
     ]
     columns = [
-        "tap set",
+        "recipe" if any(finding.recipe for finding in findings) else "tap set",
         "boundaries",
         "seeds",
         "accept length",
@@ -202,7 +234,7 @@ def _sensitivity(findings: Sequence[Finding]) -> str:
         if seen:
             parts.append(f"{np.median(seen):.3f} (at most {seen[-1]:.3f}) in {words}")
     if not parts:
-        return "no set was compared with a reference"
+        return "nothing was compared with a reference"
     return f"differences this study could have seen (5 % two-sided, power 80 %): {', '.join(parts)}"
 
 

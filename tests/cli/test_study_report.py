@@ -160,6 +160,45 @@ def test_the_command_writes_table_picture_and_json(
         valid_record(json.loads(path.read_text()))
 
 
+def test_recipes_are_compared_with_the_studys_own_training(
+    tiny_llama: Path,
+    answers: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    valid_record: Callable[[dict[str, Any]], None],
+) -> None:
+    out, picture = tmp_path / "study", tmp_path / "study.png"
+    words = [
+        *("study", str(tiny_llama), "--data", str(answers), "--out", str(out), "--layers", "mine=1,3"),
+        *("--recipe", "lk:loss=lk", "--recipe", "plain:init=random,fc_norm=false,norm_output=false"),
+        *("--seeds", "2", "--train-tokens", "40", "--held-out", "3", "--served", "1"),
+        *("--served-tokens", "4", "--epochs", "1", "--draft-vocab-size", "64", "--picture", str(picture)),
+    ]
+    assert main(words) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["heads"] == summary["planned"] == 6
+    base, lk, plain = summary["findings"]
+    assert [one["names"] for one in (base, lk, plain)] == [["base"], ["lk"], ["plain"]]
+    assert lk["changes"] == {"loss": "lk"}
+    assert plain["changes"] == {"init": "random", "fc_norm": False, "norm_output": False}
+    assert (base["reference"], plain["reference"]) == (None, [1, 3])
+    for figures in (lk["figures"], plain["figures"]):
+        gap = figures["overlap"]["value"] - base["figures"]["overlap"]["value"]
+        assert figures["overlap"]["difference"]["value"] == pytest.approx(gap)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    valid_record(json.loads((out / "study.json").read_text()))
+    weights = {}
+    for path in (out / "arms").rglob("result.json"):
+        record = json.loads(path.read_text())
+        valid_record(record)
+        weights[path.parent.name] = record["trained_weights"]
+    # two norms of the taps are gone
+    assert weights["1-3.plain.seed0"] < weights["1-3.seed0"] == weights["1-3.lk.seed1"]
+    other = [word.replace("lk:loss=lk", "lk:loss=lk-mix") for word in words]
+    assert main(other) == 1
+    assert "is of a recipe lk with other changes, {'loss': 'lk'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -183,6 +222,19 @@ def test_the_command_writes_table_picture_and_json(
             "--layers a ([1, 2]) needs a name that no other set has",
         ),
         (["--layers", "random1=1,2,3"], "--layers random1 ([1, 2, 3]) needs a name"),
+        (["--recipe", "kl"], "--recipe (kl) must be NAME:option=value"),
+        (["--recipe", "base:loss=lk"], "the study's own training is called base"),
+        (["--recipe", "more:epochs=9"], "--recipe more: 'epochs' must be one of"),
+        (["--recipe", "norms:fc_norm=maybe"], "fc_norm (maybe) must be true or false"),
+        (["--recipe", "kl:loss=lk"], "--recipe needs one tap set for all"),
+        (["--layers", "a=1,2", "--recipe", "kl:loss=kl"], "--recipe kl changes nothing"),
+        (["--layers", "a=1,2", "--recipe", "x:fc_norm=false"], "--recipe x: init (ridge) needs fc_norm"),
+        (["--layers", "a=1,9", "--recipe", "x:loss=lk"], "--layers a: boundary 9 must be in 0..4"),
+        (
+            ["--layers", "a=1,2", "--recipe", "x:loss=lk", "--recipe", "x:ema=0.9"],
+            "--recipe x is given twice",
+        ),
+        (["--layers", "a=1,2", "--recipe", "x:loss=lk", "--k", "2"], "--k and --recipe exclude each other"),
         (["--picture", "study.jpg"], "--picture (study.jpg) must end in .png"),
         (["--train-tokens", "10", "--probe-tokens", "9"], "--probe-tokens (9) needs more training"),
     ],

@@ -21,8 +21,9 @@ from specdec.train.head_init import final_norm_weight
 from specdec.train.head_start import choose_vocab, start_head
 from specdec.train.states import StoredStates, TapSubset, TargetStates
 from specdec.train.study import Study
-from specdec.train.study_arms import Arm, order_arms, plan_tap_sets, random_taps
+from specdec.train.study_arms import Arm, order_arms, plan_tap_sets, random_taps, recipe_arms
 from specdec.train.study_config import StudyConfig
+from specdec.train.study_recipes import parse_recipe
 
 TRAINING = TrainConfig(
     draft_vocab_size=64, unroll=2, batch_rows=64, steps=3, compute_dtype="float32", eval_sequences=0
@@ -118,6 +119,28 @@ def test_records_of_another_budget_are_refused(start: Callable[..., Study]) -> N
     start().run(arms)
     with pytest.raises(SpecdecError, match="another budget"):
         start(replace(CONFIG, train_tokens=70)).run(arms)
+
+
+def test_an_average_of_weights_is_what_is_measured(start: Callable[..., Study]) -> None:
+    """An average that keeps all of its first value is the start: not the weights that were trained."""
+    recipes = [parse_recipe("still:ema=0.999999"), parse_recipe("none:learning_rate=1e-9")]
+    base, still, none = start().run(recipe_arms((2, 4), recipes, 1))
+    overlaps = [[one["overlap"] for one in record["offline"]] for record in (base, still, none)]
+    assert overlaps[1] == overlaps[2] != overlaps[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("a:loss=lk-mix,ema=0.99", {"loss": "lk-mix", "ema": 0.99}),
+        ("a-b+2:unroll=1,self_attending=false,init=random", {"unroll": 1, "self_attending": False}),
+        ("x:distill_top_k=none", {"distill_top_k": None}),
+    ],
+)
+def test_a_recipe_reads_its_options_in_their_kinds(text: str, changes: dict[str, Any]) -> None:
+    found = dict(parse_recipe(text).changes)
+    assert {name: found[name] for name in changes} == changes
+    assert all(type(found[name]) is type(value) for name, value in changes.items())
 
 
 def test_no_arm_begins_after_the_time_is_up(start: Callable[..., Study]) -> None:
