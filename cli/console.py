@@ -106,6 +106,21 @@ def progress(label: str, total: float | None = None) -> Iterator[Bar]:
         bar.close()
 
 
+@contextmanager
+def resumable(where: str) -> Iterator[None]:
+    """Say, when a user interrupts, that the same command goes on; `where` names what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"interrupted; the same command goes on: {where}")
+        raise
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def format_cell(value: Any) -> str:
     """Write one table cell: three decimals for floats, a dash for what was not measured."""
     if value is None:

@@ -42,7 +42,7 @@ def regenerate(
     under way and goes on where it stopped.
     """
     from specdec.cli.answers import AnswerPlan, write_answers
-    from specdec.cli.console import emit_json
+    from specdec.cli.console import emit_json, resumable
     from specdec.cli.usage import flags_of, usage_errors
     from specdec.sampling_params import SamplingParams
 
@@ -50,22 +50,23 @@ def regenerate(
         raise UsageError(f"--order ({order}) must be one of {', '.join(ORDERS)}")
     with usage_errors(flags_of(SamplingParams.__dataclass_fields__, {})):
         params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    summary = write_answers(
-        AnswerPlan(
-            sources=prompts,
-            target=target,
-            out=out,
-            params=params,
-            max_tokens=max_tokens,
-            max_prompt_tokens=max_prompt_tokens,
-            total_tokens=total_tokens,
-            limit=limit,
-            seed=seed,
-            order=order,
-            batch_size=batch_size,
-            device=device,
-            dtype=dtype,
-            weights=weights,
+    with resumable(f"the finished answers are in {out}"):
+        summary = write_answers(
+            AnswerPlan(
+                sources=prompts,
+                target=target,
+                out=out,
+                params=params,
+                max_tokens=max_tokens,
+                max_prompt_tokens=max_prompt_tokens,
+                total_tokens=total_tokens,
+                limit=limit,
+                seed=seed,
+                order=order,
+                batch_size=batch_size,
+                device=device,
+                dtype=dtype,
+                weights=weights,
+            )
         )
-    )
     emit_json(summary)

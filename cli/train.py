@@ -235,7 +235,7 @@ def train(
 
     from dataclasses import asdict, replace
 
-    from specdec.cli.console import emit_json, say
+    from specdec.cli.console import emit_json, resumable, say
     from specdec.cli.layers import read_layers
     from specdec.cli.train_show import show_plan, show_result, step_bar
     from specdec.hub import resolve_target
@@ -267,7 +267,8 @@ def train(
         show_plan(plan)
         emit_json(plan.to_dict())
         return
-    with in_range, named_flags(FLAGS, OtherRunError), step_bar() as on_step:
+    kept = resumable(f"checkpoints, if there are any, are in {out}")
+    with in_range, named_flags(FLAGS, OtherRunError), kept, step_bar() as on_step:
         result = replace(run, on_step=on_step).train()
     if not result.main:
         return

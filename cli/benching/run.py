@@ -36,7 +36,7 @@ from specdec.cli.benching.points import (
 )
 from specdec.cli.benching.record import SCHEMA, BenchRecord, open_record
 from specdec.cli.benching.table import print_bench, print_pooled
-from specdec.cli.console import Bar, progress, say
+from specdec.cli.console import Bar, counted, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
 from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 from specdec.cli.shapes import check_simulation, simulation_notice
@@ -357,5 +357,5 @@ def _title(bench: _Bench) -> str:
 def _where(engine: Engine) -> str:
     """Precision and hardware in words, for a table's title."""
     if engine.config.device == "cpu":
-        return f"{engine.config.dtype}, {torch.get_num_threads()} threads"
+        return f"{engine.config.dtype}, {counted(torch.get_num_threads(), 'thread')}"
     return f"{engine.config.dtype}, {torch.cuda.get_device_name(engine.config.device)}"

@@ -34,7 +34,7 @@ from specdec.cli.benching.points import bench_data, check_drafts, settings_of
 from specdec.cli.bootstrap import ratio_interval, speedup_interval
 from specdec.cli.comparing.peer_servers import PeerServer
 from specdec.cli.comparing.peers import Peer, PeerProcess, parse_peer, setup_of
-from specdec.cli.console import format_interval, print_table, progress, say
+from specdec.cli.console import counted, format_interval, print_table, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
 from specdec.cli.outputs import require_not_input, require_own_result, require_writable
 from specdec.cli.usage import flags_of, usage_errors
@@ -322,8 +322,8 @@ def _seconds(repeated: list[list[Measured]]) -> list[float]:
 def _print(plan: ComparePlan, figures: list[dict[str, Any]], count: int) -> None:
     title = (
         f"{plan.target}, {plan.data}, {count} prompts x {plan.max_tokens} tokens, greedy, "
-        f"batch {plan.batch_size}, {plan.dtype}, {torch.get_num_threads()} threads, {plan.repeats} "
-        f"interleaved repeats; relative and identical: against {OURS} {PLAIN}; speedup: against the same "
+        f"batch {plan.batch_size}, {plan.dtype}, {counted(torch.get_num_threads(), 'thread')}, "
+        f"{plan.repeats} interleaved repeats; relative and identical: against {OURS} {PLAIN}; speedup: against the same "
         "engine without speculation; 95 % intervals over batches"
     )
     columns = ["engine", "weights", "tokens/s", "interval", "relative", "interval", "speedup", "interval"]

@@ -18,7 +18,7 @@ import torch
 
 from specdec.cli.benching.measure import BenchPrompt
 from specdec.cli.benching.points import bench_data
-from specdec.cli.console import format_interval, print_table, progress, say
+from specdec.cli.console import counted, format_interval, print_table, progress, say
 from specdec.cli.datasets import load_prompts, prompt_file
 from specdec.cli.load_sweeping.figures import DEFINITIONS, is_slower, point_figures
 from specdec.cli.load_sweeping.picture import draw_load_sweep
@@ -128,7 +128,7 @@ def run_load_sweep(options: LoadSweepOptions) -> dict[str, Any]:
     summary = {"schema": SCHEMA, "target": options.target, "draft": options.draft, "points": points}
     title = (
         f"{options.target}, draft {options.draft}, adaptive up to {options.shape}, {options.max_tokens} "
-        f"tokens an answer, greedy, float32, {torch.get_num_threads()} threads"
+        f"tokens an answer, greedy, float32, {counted(torch.get_num_threads(), 'thread')}"
     )
     _print(title, points)
     draw_load_sweep(points, options.out / "load_sweep.png", title=title)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec.cli.console import emit_json, say
+from specdec.cli.console import emit_json, resumable, say
 from specdec.cli.layers import read_layers
 from specdec.cli.studying.picture import draw_study
 from specdec.cli.studying.probe import probe_scores, probe_texts
@@ -87,7 +87,8 @@ def run_study(options: StudyOptions) -> None:
     if options.probe_tokens:
         # hours of training come first, so what the probe needs is checked before them.
         probe_texts(work, options.probe_tokens)
-    records = work.run(arms, until=limit)
+    with resumable(f"finished arms are in {options.out}"):
+        records = work.run(arms, until=limit)
     if fixed is not None:
         findings = compare_recipes(records, fixed.boundaries, options.recipes)
     else:

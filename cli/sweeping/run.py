@@ -11,7 +11,7 @@ import torch
 
 from specdec.audit.goodness import sign_test
 from specdec.audit.parity import Task
-from specdec.cli.console import print_table, progress, say
+from specdec.cli.console import counted, print_table, progress, say
 from specdec.cli.outputs import require_own_beside, require_own_result, require_writable
 from specdec.cli.paper import cell_text
 from specdec.cli.paper_page import write_paper
@@ -211,7 +211,8 @@ def _compare_with_plain(records: list[dict[str, Any]]) -> None:
 def _title(options: SweepOptions, num_tasks: int) -> str:
     return (
         f"{options.target}: {num_tasks} tasks ({', '.join(options.tasks)}) of up to {options.max_tokens} "
-        f"tokens, temperature {options.temperature:g}, {options.dtype}, {torch.get_num_threads()} threads"
+        f"tokens, temperature {options.temperature:g}, {options.dtype}, "
+        f"{counted(torch.get_num_threads(), 'thread')}"
     )
 
 

@@ -110,6 +110,30 @@ def test_an_interrupt_says_so_whatever_typer_makes_of_it(
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
+def test_who_interrupts_a_long_command_reads_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**_: object) -> int:
+        with console.resumable("checkpoints are in out"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "app", interrupted)
+    assert program.main(["train", "x"]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "interrupted; the same command goes on: checkpoints are in out",
+        "error: interrupted",
+    ]
+
+
+def test_things_are_counted_in_words() -> None:
+    assert [console.counted(number, "thread") for number in (0, 1, 2)] == [
+        "0 threads",
+        "1 thread",
+        "2 threads",
+    ]
+
+
 def test_a_mistake_of_ours_is_not_dressed_up_as_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "app", _failing(AssertionError("blocks are owned once")))
     with pytest.raises(AssertionError):
