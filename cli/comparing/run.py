@@ -323,8 +323,8 @@ def _print(plan: ComparePlan, figures: list[dict[str, Any]], count: int) -> None
     title = (
         f"{plan.target}, {plan.data}, {count} prompts x {plan.max_tokens} tokens, greedy, "
         f"batch {plan.batch_size}, {plan.dtype}, {counted(torch.get_num_threads(), 'thread')}, "
-        f"{plan.repeats} interleaved repeats; relative and identical: against {OURS} {PLAIN}; speedup: against the same "
-        "engine without speculation; 95 % intervals over batches"
+        f"{plan.repeats} interleaved repeats; relative and identical: against {OURS} {PLAIN}; speedup: "
+        "against the same engine without speculation; 95 % intervals over batches"
     )
     columns = ["engine", "weights", "tokens/s", "interval", "relative", "interval", "speedup", "interval"]
     rows = [
