@@ -69,7 +69,7 @@ _KINDS: dict[str, _Kind] = {
     "micro": _Kind(title="Cost of verifying", sentence=micro_sentence, section=micro_section),
     "verify-cost": _Kind(title="Cost of verifying", sentence=micro_sentence, section=micro_section),
     "selection": _Kind(title="Which layers", sentence=selection_sentence, section=selection_section),
-    "study": _Kind(title="Do the layers matter", sentence=study_sentence, section=study_section),
+    "study": _Kind(title="Heads at equal budgets", sentence=study_sentence, section=study_section),
 }
 
 

@@ -89,7 +89,7 @@ def study_sentence(record: Record) -> str:
     """The best set against the default, and whether it is certain."""
     compared = [one for one in record.body["findings"] if _difference(one) is not None]
     if not compared:
-        return f"{record.body['heads']} heads; no set was compared with another."
+        return f"{record.body['heads']} heads; nothing was compared with a reference."
     # sets of one seed are the least certain ones, and would often lead
     seeds = max(one["seeds"] for one in compared)
     most = [one for one in compared if one["seeds"] == seeds]
@@ -99,12 +99,21 @@ def study_sentence(record: Record) -> str:
     certain = (
         "the interval excludes 0" if low > 0 or high < 0 else "the interval holds 0: no difference shown"
     )
+    if _of_recipes(record):
+        pair_of, kind = f"recipe {best['names'][0]} differs from the study's own training", "recipes"
+    else:
+        pair_of = f"taps {spelled(best['boundaries'])} differ from {spelled(best['reference'])}"
+        kind = "sets"
     return (
-        f"{record.body['heads']} heads of equal budgets: taps {spelled(best['boundaries'])} differ from "
-        f"{spelled(best['reference'])} by {signed(found['value'], found['interval'], 3)} in acceptance "
-        f"length ({certain}), the most of {len(most)} sets of {seeds} seeds; "
+        f"{record.body['heads']} heads of equal budgets: {pair_of} by "
+        f"{signed(found['value'], found['interval'], 3)} in acceptance "
+        f"length ({certain}), the most of {len(most)} {kind} of {seeds} seeds; "
         f"{len(compared)} comparisons were made, not corrected for that."
     )
+
+
+def _of_recipes(record: Record) -> bool:
+    return any("changes" in one for one in record.body["findings"])
 
 
 def _difference(finding: Mapping[str, Any]) -> Any:
@@ -139,7 +148,11 @@ def study_section(record: Record, key: str, title: str) -> SectionParts:
             reference=0.0,
             digits=3,
             caption="Paired by conversation and seed; lines: 95 % bootstrap intervals. The reference is the "
-            "default triple, or the uniform set where the number of taps is not 3.",
+            + (
+                "study's own training."
+                if _of_recipes(record)
+                else "default triple, or the uniform set where the number of taps is not 3."
+            ),
         ),
         Table(
             columns=[
@@ -169,6 +182,9 @@ def study_section(record: Record, key: str, title: str) -> SectionParts:
 
 
 def _label(finding: Mapping[str, Any]) -> str:
+    if "changes" in finding:
+        changed = ", ".join(f"{option} {value}" for option, value in finding["changes"].items())
+        return f"{finding['names'][0]}  [{changed}]"
     return f"{spelled(finding['boundaries'])}  [{', '.join(finding['names'])}]"
 
 

@@ -187,6 +187,10 @@ def test_recipes_are_compared_with_the_studys_own_training(
         assert figures["overlap"]["difference"]["value"] == pytest.approx(gap)
     assert picture.read_bytes().startswith(b"\x89PNG")
     valid_record(json.loads((out / "study.json").read_text()))
+    page = tmp_path / "report.md"
+    assert main(["report", str(out / "study.json"), "--out", str(page)]) == 0
+    assert "differs from the study's own training by" in page.read_text()
+    assert "plain  [init random, fc_norm False, norm_output False]" in page.read_text()
     weights = {}
     for path in (out / "arms").rglob("result.json"):
         record = json.loads(path.read_text())
