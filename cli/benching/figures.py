@@ -46,6 +46,9 @@ DEFINITIONS = {
     "repeats": "times every answer is written; each time engines begin with nothing known of acceptance",
     "pooled": "all prompt sets together: sums over all answers; intervals over prompts (counts) and batches "
     "(speeds) of all sets",
+    "paired_lengths": "acceptance length of a drafter minus that of the first one in the same shape under "
+    "the same rule; interval over prompts, the same ones drawn for both; detectable: the difference that "
+    "would have been seen at 5 % (two-sided) with a power of 80 %",
     "speedup": "tokens_per_second over that of `baseline`: the same engine without speculation, same "
     "prompts, lengths, dtype and batch, interleaved; below 1 is slower",
     "decode_speedup": "decode_tokens_per_second over that of `baseline`",

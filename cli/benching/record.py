@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.benching.paired import paired_lengths
 from specdec.cli.benching.points import BenchPoint
 from specdec.cli.benching.pooled import pooled_rows
 from specdec.errors import SpecdecError, UsageError
@@ -60,6 +61,10 @@ class BenchRecord:
         """Rows over all prompt sets."""
         return pooled_rows(self.rows, self.answers)
 
+    def paired_lengths(self) -> list[dict[str, Any]]:
+        """Drafters against each other, paired by prompt."""
+        return paired_lengths(self.rows, self.answers)
+
     def state(self) -> dict[str, Any]:
         """How far it is."""
         return {
@@ -80,6 +85,7 @@ class BenchRecord:
             **self.state(),
             "settings": self.rows,
             "pooled": self.pooled(),
+            "paired_lengths": self.paired_lengths(),
             "left_out": self.left_out,
             **tail,
             "per_prompt": self.answers,

@@ -35,7 +35,7 @@ from specdec.cli.benching.points import (
     settings_of,
 )
 from specdec.cli.benching.record import SCHEMA, BenchRecord, open_record
-from specdec.cli.benching.table import print_bench, print_pooled
+from specdec.cli.benching.table import print_bench, print_paired, print_pooled
 from specdec.cli.console import Bar, counted, progress, say
 from specdec.cli.datasets import prompt_file, require_shorter
 from specdec.cli.outputs import require_not_input, require_own_result, require_writable
@@ -271,6 +271,8 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
     pooled = record.pooled()
     if pooled:
         print_pooled(_title(bench), pooled)
+    paired = record.paired_lengths()
+    print_paired(_title(bench), paired)
     if notice := exactness_notice(bench.conditions["exact_against"]):
         say(notice)
     for one in record.left_out:
@@ -285,6 +287,7 @@ def run_bench(plan: BenchPlan) -> dict[str, Any]:
         "conditions": bench.conditions,
         "settings": record.rows,
         "pooled": pooled,
+        "paired_lengths": paired,
     }
 
 

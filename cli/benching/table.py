@@ -73,6 +73,27 @@ def print_pooled(title: str, rows: Sequence[dict[str, Any]]) -> None:
     )
 
 
+def print_paired(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print drafters against each other over all sets that were measured; nothing where one drafts alone."""
+    widest = max((len(row["data"]) for row in rows), default=0)
+    shown = [row for row in rows if len(row["data"]) == widest]
+    if shown:
+        print_table(
+            f"{title}, acceptance length against the first drafter in the same shape, paired by prompt; 95 % "
+            "intervals",
+            ["temp.", "batch", "setting", "against", "rule", "prompts", "difference", "interval"],
+            [
+                [
+                    *(row[name] for name in ("temperature", "batch_size", "setting", "against", "rule")),
+                    row["prompts"],
+                    f"{row['value']:+.3f}",
+                    "{:+.3f}..{:+.3f}".format(*row["interval"]),
+                ]
+                for row in shown
+            ],
+        )
+
+
 def _factor(row: dict[str, Any]) -> list[Any]:
     """Speed-up, its interval and how many answers are identical."""
     factor = row.get("speedup", row.get("relative"))
