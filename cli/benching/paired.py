@@ -13,7 +13,8 @@ import numpy as np
 
 from specdec.cli.bootstrap import ArmCounts, arm_difference
 
-Row, Answer = Mapping[str, Any], Mapping[str, Any]
+Row = Mapping[str, Any]
+Answer = Mapping[str, Any]
 _PLACE = ("temperature", "batch_size", "shape", "rule")
 
 
