@@ -262,7 +262,7 @@ def train(
     )
     in_range = named_flags({"boundary": "--layers", "boundaries": "--layers", "tracker": "--tracker"})
     if dry_run:
-        with in_range:
+        with in_range, named_flags(FLAGS, OtherRunError):
             plan = run.plan()
         show_plan(plan)
         emit_json(plan.to_dict())

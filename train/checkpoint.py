@@ -103,7 +103,11 @@ def latest_state(folder: Path) -> Path | None:
 
 
 def load_state(
-    path: Path, contract: Mapping[str, Any], absent: Mapping[str, Any] = MappingProxyType({})
+    path: Path,
+    contract: Mapping[str, Any],
+    absent: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    whole: bool = True,
 ) -> TrainState:
     """Read a checkpoint and refuse one of a differently configured run, naming the first difference.
 
@@ -111,6 +115,7 @@ def load_state(
         path: the checkpoint.
         contract: of the run that resumes.
         absent: what an entry stands for that a contract lacks: options younger than the checkpoint.
+        whole: `contract` has every entry; else only those it has are compared.
     """
     try:
         raw = torch.load(path, map_location="cpu", weights_only=True)
@@ -119,7 +124,7 @@ def load_state(
             f"checkpoint ({path}) cannot be read: {error}; delete it to resume from the one before"
         ) from error
     state = TrainState(**raw)
-    for key in sorted(set(state.contract) | set(contract)):
+    for key in sorted(set(state.contract) | set(contract) if whole else contract):
         old, new = (side.get(key, absent.get(key)) for side in (state.contract, contract))
         if old != new:
             raise OtherRunError(

@@ -184,3 +184,7 @@ class TrainConfig:
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
             raise SpecdecError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(allowed)}")
+
+
+# what an option that a checkpoint does not name stands for
+ABSENT_OPTIONS = {name: getattr(TrainConfig(), name) for name in LATER_OPTIONS}

@@ -19,8 +19,8 @@ from specdec.drafts.checkpoint import CONFIG_NAME
 from specdec.errors import SpecdecError, writing
 from specdec.hf import template_hash
 from specdec.provenance import held_alone, sha256_file
-from specdec.train.checkpoint import FOLDER
-from specdec.train.config import TrainConfig
+from specdec.train.checkpoint import FOLDER, latest_state, load_state
+from specdec.train.config import ABSENT_OPTIONS, TrainConfig
 from specdec.train.curve import write_curve
 from specdec.train.evaluate import OfflineAcceptance
 from specdec.train.metrics import METRICS_NAME, StepNumbers
@@ -146,6 +146,7 @@ class TrainRun:
         run = self
         if processes.main:
             check_out_folder(self.out)
+            self._check_begun()
         else:
             run = replace(self, report=lambda line: None, on_step=lambda numbers: None)
         with own_folder(self.out) if processes.main else nullcontext():
@@ -158,8 +159,16 @@ class TrainRun:
     def plan(self) -> TrainPlan:
         """What `train` would take, from a short measurement; writes nothing."""
         check_out_folder(self.out)
+        self._check_begun()
         processes = Processes(shard=self.config.shard_weights)
         return make_plan(self._prepared(processes, plan_only=True), self.out, self.config, processes)
+
+    def _check_begun(self) -> None:
+        """Refuse other options than those of the run that is gone on with, before a target is read for it."""
+        path = latest_state(self.out) if self.resume else None
+        if path is not None:
+            options = _options(self.config, tuple(self.boundaries), self.init_from)
+            load_state(path, options, ABSENT_OPTIONS, whole=False)
 
     def _prepared(self, processes: Processes, plan_only: bool = False) -> Prepared:
         return prepare(
@@ -284,12 +293,20 @@ def _train(run: TrainRun, parts: Prepared, processes: Processes, program: int) -
 
 def _contract(parts: Prepared, config: TrainConfig, init_from: str | Path | None) -> dict[str, Any]:
     """What a resumed run must agree on."""
+    return _options(config, parts.head.config.boundaries, init_from) | {
+        "data_hash": data_hash(parts.chats),
+        "target_fingerprint": parts.target_fingerprint,
+    }
+
+
+def _options(
+    config: TrainConfig, boundaries: tuple[int, ...], init_from: str | Path | None
+) -> dict[str, Any]:
+    """The part of it that is known before anything is read."""
     options = {key: value for key, value in asdict(config).items() if key not in FREE_OPTIONS}
     return options | {
         "adam_betas": list(config.adam_betas),
-        "boundaries": list(parts.head.config.boundaries),
-        "data_hash": data_hash(parts.chats),
-        "target_fingerprint": parts.target_fingerprint,
+        "boundaries": list(boundaries),
         "init_from": None if init_from is None else sha256_file(Path(init_from) / "model.safetensors"),
     }
 

@@ -34,7 +34,7 @@ from specdec.train.batching import (
     split_micro,
 )
 from specdec.train.checkpoint import TrainState, latest_state, load_state, save_state
-from specdec.train.config import LATER_OPTIONS, TrainConfig
+from specdec.train.config import ABSENT_OPTIONS, TrainConfig
 from specdec.train.loss import UnrolledLoss
 from specdec.train.metrics import MetricsLog, StepNumbers
 from specdec.train.objective import Objective
@@ -171,9 +171,8 @@ class Trainer:
         path = self.processes.from_main(latest_state(self.folder) if self.processes.main else None)
         if path is None:
             return None
-        absent = {name: getattr(TrainConfig(), name) for name in LATER_OPTIONS}
         state = self.processes.from_main(
-            load_state(path, self.contract, absent) if self.processes.main else None
+            load_state(path, self.contract, ABSENT_OPTIONS) if self.processes.main else None
         )
         load_weights(self.head, state.weights)
         load_optimizer(self.optimizer, state.optimizer)

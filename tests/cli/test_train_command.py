@@ -81,12 +81,14 @@ def test_a_value_out_of_range_is_wrong_usage_of_its_flag(
     assert _error(capsys).startswith(message)
 
 
-def test_resuming_with_another_option_names_its_flag(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+def test_resuming_with_another_option_names_its_flag_before_a_target_is_read(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(words) == 0
-    assert main([*words, "--lr", "1e-3"]) == 1
-    assert _error(capsys).startswith("--lr (0.001) differs from the run being resumed")
+    monkeypatch.setattr("specdec.train.run.prepare", lambda *_, **__: pytest.fail("the target was read"))
+    for more in ([], ["--dry-run"]):
+        assert main([*words, "--lr", "1e-3", *more]) == 1
+        assert _error(capsys).startswith("--lr (0.001) differs from the run being resumed")
 
 
 def test_a_finished_run_stays_as_recorded(
