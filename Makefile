@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/specdec pull smollm2-135m
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

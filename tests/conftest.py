@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,22 @@ def _fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fair_share_of_threads() -> None:
+    """Test processes side by side (`make test`) divide the cores; threads beyond them would wait in turn."""
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
+
+
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """At least two threads inside operations, for tests of what may depend on how they divide the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def _session_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("specdec-home")
@@ -227,7 +243,7 @@ def specdec_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def smollm2(request: pytest.FixtureRequest) -> Path:
+def smollm2(request: pytest.FixtureRequest, several_threads: None) -> Path:
     """Folder of the real SmolLM2-135M, which `make test` has pulled; for tests marked real_model."""
     from specdec.errors import SpecdecError
     from specdec.hub import resolve_target

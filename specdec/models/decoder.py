@@ -8,6 +8,7 @@ Shapes: T rows of the batch (all sequences' new tokens, one after the other).
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,7 +234,8 @@ class Decoder:
             return 1
         if self.num_packed and make.storage is Storage.BF16:
             return ROW_MULTIPLE  # one row of a product takes longer than four
-        return row_multiple() if self.num_packed and not self.num_plain else ROW_MULTIPLE
+        multiples = [row_multiple()] * bool(self.num_packed) + [ROW_MULTIPLE] * bool(self.num_plain)
+        return math.lcm(*multiples)
 
     def _layer_loop(self) -> LayerLoop:
         weights = [

@@ -9,6 +9,7 @@ that is asked for in fp32, both are another model.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from enum import IntEnum
 from functools import lru_cache
@@ -17,9 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROW_MULTIPLE = 4  # rows of a product padded to this give the same bits whatever their number (FBGEMM)
+logger = logging.getLogger(__name__)
+
+ROW_MULTIPLE = 4  # rows of a plain product padded to this have the same bits whatever their number (MKL)
 PACKED_FOR_ROWS = 16  # a hint to oneDNN: the layout holds for any number of rows
-PROBE_ROWS = 40  # row counts compared by `row_multiple`: more than two blocks of any of FBGEMM's kernels
+PROBE_ROWS = (
+    260  # row counts compared by `row_multiple`: FBGEMM cuts rows into blocks of 120, each into kernels
+)
+ROW_MULTIPLES = (1, 3, 4, 6, 8, 12, 24)
 
 
 class Storage(IntEnum):
@@ -136,16 +142,24 @@ def _multiplies_bf16() -> bool:
 def row_multiple() -> int:
     """To what number of rows packed fp16 products must be padded, so that a row's bits do not depend on it.
 
-    1 where this processor's kernels were seen to give every row the same bits at every number of rows (those
-    for AVX-512 do), else `ROW_MULTIPLE`.
+    The smallest that this processor's kernels bear out at every number of rows tried: 1 with AVX-512, 3 with
+    AVX2, whose kernels for one and for two rows add up in another order than those for three to six: 32 or 44
+    rows, though multiples of 4, end with the kernel for two.
     """
     generator = torch.Generator().manual_seed(0)
     # both sizes are no multiple of the kernels' blocks, and a row is longer than one block of a sum
-    matrix = Linear(torch.randn(330, 1100, generator=generator).half(), None, Storage.FP16)
-    x = torch.randn(PROBE_ROWS, 1100, generator=generator)
-    alone = torch.cat([matrix(x[row : row + 1]) for row in range(PROBE_ROWS)])
-    same = all(torch.equal(matrix(x[:rows]), alone[:rows]) for rows in range(2, PROBE_ROWS + 1))
-    return 1 if same else ROW_MULTIPLE
+    matrix = Linear(torch.randn(40, 530, generator=generator).half(), None, Storage.FP16)
+    x = torch.randn(PROBE_ROWS, 530, generator=generator)
+    for multiple in ROW_MULTIPLES:
+        counts = range(multiple, PROBE_ROWS + 1, multiple)
+        alone = torch.cat([matrix(x[end - multiple : end]) for end in counts])
+        if all(torch.equal(matrix(x[:rows]), alone[:rows]) for rows in counts):
+            return multiple
+    logger.warning(
+        "packed fp16 products depend on the number of rows on this processor, and no padding was found that "
+        "mends it: near ties may be decided otherwise with drafts than without; --weights plain avoids it"
+    )
+    return ROW_MULTIPLE
 
 
 def fits_fp16(weight: Tensor) -> bool:

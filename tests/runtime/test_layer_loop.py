@@ -17,7 +17,14 @@ from specdec.errors import SpecdecError
 from specdec.models import layers
 from specdec.models.decoder import Decoder, ForwardBatch
 from specdec.models.layer_loop import LayerLoop
-from specdec.models.layers import ROW_MULTIPLE, Linear, Storage, packing_available, row_multiple
+from specdec.models.layers import (
+    ROW_MULTIPLE,
+    ROW_MULTIPLES,
+    Linear,
+    Storage,
+    packing_available,
+    row_multiple,
+)
 from specdec.paged_kv import PagedKVCache
 from specdec.tree import ancestor_mask
 
@@ -89,9 +96,17 @@ def engine_of(folder: Path, **options: object) -> Engine:
 def half_family(tiny_any_family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose weights are fp16 numbers, so that they can be packed."""
     folder = shutil.copytree(tiny_any_family, tmp_path_factory.mktemp("half") / "model")
-    tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    halve(folder, "")
     return folder
+
+
+def halve(folder: Path, part: str) -> None:
+    """Make fp16 numbers of the weights whose names hold `part`."""
+    tensors = {
+        name: tensor.half() if part in name else tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("weights", ["auto", "plain"])
@@ -151,17 +166,29 @@ def test_consecutive_slots_are_written_as_listed_ones_are(tiny_llama: Path) -> N
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("several_threads")
 def test_packed_products_keep_a_rows_bits_at_the_multiple_that_was_found() -> None:
     if not packing_available():
         pytest.skip("this torch build has no packed fp16 products")
     multiple = row_multiple()
-    assert multiple in (1, ROW_MULTIPLE)
+    assert multiple in ROW_MULTIPLES
     generator = torch.Generator().manual_seed(4)
     for outputs, inputs in ((37, 100), (960, 576), (129, 1537)):
         matrix = Linear(torch.randn(outputs, inputs, generator=generator).half(), None, Storage.FP16)
-        x = torch.randn(60, inputs, generator=generator)
+        x = torch.randn(144, inputs, generator=generator)
         whole = matrix(x)
-        for rows in range(multiple, 61, multiple):
+        for rows in range(multiple, 145, multiple):
+            assert torch.equal(matrix(x[:rows]), whole[:rows]), f"{rows} rows of {outputs} x {inputs}"
+
+
+@torch.inference_mode()
+def test_plain_products_keep_a_rows_bits_at_their_multiple() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for outputs, inputs in ((37, 100), (960, 576), (129, 1537)):
+        matrix = Linear(torch.randn(outputs, inputs, generator=generator), None)
+        x = torch.randn(144, inputs, generator=generator)
+        whole = matrix(x)
+        for rows in range(ROW_MULTIPLE, 145, ROW_MULTIPLE):
             assert torch.equal(matrix(x[:rows]), whole[:rows]), f"{rows} rows of {outputs} x {inputs}"
 
 
@@ -177,10 +204,24 @@ def test_rows_are_padded_where_products_depend_on_their_number(
     row_multiple.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(layers, "Linear", Uneven)
-        assert row_multiple() == ROW_MULTIPLE
+        assert row_multiple() % ROW_MULTIPLE == 0
     row_multiple.cache_clear()
     assert engine_of(half_family, weights="plain").decoder.row_multiple == ROW_MULTIPLE
     assert engine_of(half_family).decoder.row_multiple == row_multiple()
+
+
+def test_a_target_of_packed_and_plain_matrices_is_padded_for_both(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packing_available():
+        pytest.skip("this torch build has no packed fp16 products")
+    monkeypatch.setattr("specdec.models.decoder.row_multiple", lambda: 6)
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    halve(folder, "down_proj")
+    engine = engine_of(folder)
+    assert engine.decoder.num_packed
+    assert engine.decoder.num_plain
+    assert engine.decoder.row_multiple == 12
 
 
 @torch.inference_mode()
@@ -198,6 +239,7 @@ def test_int8_is_another_model_near_the_one_that_was_named(tiny_llama: Path) -> 
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("several_threads")
 def test_a_row_of_an_int8_product_does_not_depend_on_the_others() -> None:
     if not packing_available(Storage.INT8):
         pytest.skip("this torch build has no int8 products")
