@@ -131,7 +131,10 @@ def train(
     ] = DEFAULT.ema,
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = DEFAULT.seed,
     dtype: Annotated[
-        str, typer.Option(help="Precision of products: bfloat16 or float32.")
+        str,
+        typer.Option(
+            help="Precision of products: bfloat16, float32, or auto for bfloat16 where the device has it."
+        ),
     ] = DEFAULT.compute_dtype,
     save_dtype: Annotated[
         str, typer.Option(help="Precision of the saved draft: float16 or bfloat16.")
@@ -281,11 +284,11 @@ def train(
             emit_json({**before, "out": str(out)})
             return
     RunRecord.collect(
-        dtype=dtype,
+        dtype=result.config.compute_dtype,
         seeds={"seed": seed},
         template_hash=summary["template_hash"],
         data_hash=sha256_file(data_file(data)),
-        defaults=asdict(options),
+        defaults=asdict(result.config),
         extra=summary,
     ).write(out / "run.json")
     show_result(result)

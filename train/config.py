@@ -15,7 +15,8 @@ LossKind = Literal["kl", "lk", "lk-mix"]
 LOSS_KINDS: tuple[LossKind, ...] = ("kl", "lk", "lk-mix")
 Init = Literal["ridge", "random", "last-layer"]
 INITS: tuple[Init, ...] = ("ridge", "random", "last-layer")
-COMPUTE_DTYPES = ("float32", "bfloat16")
+AUTO = "auto"
+COMPUTE_DTYPES = (AUTO, "float32", "bfloat16")
 STORAGE_DTYPES = ("float16", "bfloat16")
 Schedule = Literal["cosine", "wsd"]
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "wsd")
@@ -87,7 +88,8 @@ class TrainConfig:
     adam_betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
     seed: int = 0
-    compute_dtype: str = "bfloat16"
+    # auto: see `precision`
+    compute_dtype: str = AUTO
     # weights, gradients and optimiser state in shards, one a process (FSDP)
     shard_weights: bool = False
     save_dtype: str = "float16"

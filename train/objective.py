@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.train.batching import RowBatch
-from specdec.train.config import TrainConfig
+from specdec.train.config import AUTO, TrainConfig
 from specdec.train.loss import LossOptions, Teacher, UnrolledLoss, unrolled_loss
 from specdec.train.packed_rows import packed_rows
 
@@ -25,6 +25,7 @@ class Objective(nn.Module):
         super().__init__()
         self.head = head
         self.config = config
+        assert config.compute_dtype != AUTO, "settled by the run, so that its record names what was used"
         self.compute_dtype = torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
         self.register_buffer("teacher_rows", teacher_rows, persistent=False)
         self._packed_rows = packed_rows(teacher_rows.to(device))

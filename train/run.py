@@ -25,6 +25,7 @@ from specdec.train.curve import write_curve
 from specdec.train.evaluate import OfflineAcceptance
 from specdec.train.metrics import METRICS_NAME, StepNumbers
 from specdec.train.plan import TrainPlan, make_plan
+from specdec.train.precision import settle_dtype
 from specdec.train.prepare import ONLINE, Prepared, data_hash, prepare
 from specdec.train.processes import Processes
 from specdec.train.publish import Publisher
@@ -64,10 +65,12 @@ FREE_OPTIONS = frozenset(
 class TrainResult:
     """What a run gave: where the draft is, how the loop ended, what it reaches offline, and its record.
 
-    `main` is false in every process but the one that writes and speaks.
+    `config` has "auto" options as they were settled; `main` is false in every process but the one that writes
+    and speaks.
     """
 
     folder: Path
+    config: TrainConfig
     outcome: TrainOutcome
     acceptance: OfflineAcceptance | None
     summary: Mapping[str, Any]
@@ -143,12 +146,12 @@ class TrainRun:
         check_tracker(self.tracker)
         processes = Processes(shard=self.config.shard_weights)
         program = peak_bytes(processes.device)
-        run = self
+        run = self._settled(processes)
         if processes.main:
             check_out_folder(self.out)
-            self._check_begun()
+            run._check_begun()
         else:
-            run = replace(self, report=lambda line: None, on_step=lambda numbers: None)
+            run = replace(run, report=lambda line: None, on_step=lambda numbers: None)
         with own_folder(self.out) if processes.main else nullcontext():
             parts = run._prepared(processes)
             try:
@@ -159,9 +162,13 @@ class TrainRun:
     def plan(self) -> TrainPlan:
         """What `train` would take, from a short measurement; writes nothing."""
         check_out_folder(self.out)
-        self._check_begun()
         processes = Processes(shard=self.config.shard_weights)
-        return make_plan(self._prepared(processes, plan_only=True), self.out, self.config, processes)
+        run = self._settled(processes)
+        run._check_begun()
+        return make_plan(run._prepared(processes, plan_only=True), run.out, run.config, processes)
+
+    def _settled(self, processes: Processes) -> TrainRun:
+        return replace(self, config=settle_dtype(self.config, processes.device))
 
     def _check_begun(self) -> None:
         """Refuse other options than those of the run that is gone on with, before a target is read for it."""
@@ -287,7 +294,12 @@ def _train(run: TrainRun, parts: Prepared, processes: Processes, program: int) -
         "engine_acceptance_length": _rounded(published.served_length, 4),
     }
     return TrainResult(
-        folder=folder, outcome=outcome, acceptance=acceptance, summary=summary, main=processes.main
+        folder=folder,
+        config=config,
+        outcome=outcome,
+        acceptance=acceptance,
+        summary=summary,
+        main=processes.main,
     )
 
 

@@ -33,6 +33,7 @@ from specdec.train.checkpoint import FOLDER
 from specdec.train.evaluate import sequence_counts
 from specdec.train.head_init import head_weight
 from specdec.train.head_start import choose_vocab, start_head
+from specdec.train.precision import settle_dtype
 from specdec.train.prepare import fill_progress
 from specdec.train.sequences import TrainSequence
 from specdec.train.states import StoredStates, TapSubset, TargetStates
@@ -72,6 +73,7 @@ class Study:
         only: TapSet | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
+        config = replace(config, training=settle_dtype(config.training, "cpu"))
         self.config, self.out, self.report, self.target = config, Path(out), report, Path(target)
         self.model = load_hf_model(target, dtype=config.training.target_dtype)
         self.num_layers = num_decoder_layers(self.model)

@@ -68,6 +68,7 @@ def run_study(options: StudyOptions) -> None:
         only=fixed,
         report=say,
     )
+    config = work.config
     tap_sets = plan_tap_sets(
         work.num_layers,
         [] if options.recipes else options.counts,

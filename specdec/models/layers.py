@@ -120,7 +120,7 @@ def int8_overflows() -> bool:
 
 def packing_available(storage: Storage = Storage.FP16) -> bool:
     """Whether this torch build has a packed linear of that storage for this processor."""
-    if storage is Storage.BF16 and not _multiplies_bf16():
+    if storage is Storage.BF16 and not multiplies_bf16():
         return False
     if storage is not Storage.BF16 and "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
@@ -131,7 +131,7 @@ def packing_available(storage: Storage = Storage.FP16) -> bool:
         return False
 
 
-def _multiplies_bf16() -> bool:
+def multiplies_bf16() -> bool:
     """Whether the processor has products of bf16 numbers, which alone make packing them worth while."""
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

@@ -62,7 +62,7 @@ def _error(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--dtype", "int8", "--dtype ('int8') must be one of float32, bfloat16"),
+        ("--dtype", "int8", "--dtype ('int8') must be one of auto, float32, bfloat16"),
         ("--lr", "-1", "--lr (-1.0) must be above 0.0"),
         ("--batch-tokens", "0", "--batch-tokens (0) must be a whole number"),
         ("--kv-heads", "0", "--kv-heads (0) must be"),

@@ -131,6 +131,22 @@ def test_a_run_tells_its_speed_its_memory_and_its_course(run: Callable[..., Trai
     assert [line.get_xdata().tolist() for line in length.lines] == [[2, 4], [4]]
 
 
+@pytest.mark.parametrize(("native", "settled"), [(True, "bfloat16"), (False, "float32")])
+def test_products_are_in_what_the_processor_multiplies_and_the_record_says_so(
+    run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch, native: bool, settled: str
+) -> None:
+    """Products of bf16 numbers on a processor without them once made training seven times as slow."""
+    monkeypatch.setattr("specdec.train.precision.multiplies_bf16", lambda: native)
+    started = replace(BASE, compute_dtype="auto")
+    result = run(config=started)
+    assert result.config == replace(BASE, compute_dtype=settled)
+    state = torch.load(cast(Path, latest_state(result.folder)), weights_only=True)
+    assert state["contract"]["compute_dtype"] == settled
+    monkeypatch.setattr("specdec.train.precision.multiplies_bf16", lambda: not native)
+    with pytest.raises(SpecdecError, match="compute_dtype"):
+        run(config=started)
+
+
 def test_a_plan_is_what_the_run_then_takes(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
