@@ -243,7 +243,7 @@ def specdec_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def smollm2(request: pytest.FixtureRequest, several_threads: None) -> Path:
+def smollm2(request: pytest.FixtureRequest) -> Path:
     """Folder of the real SmolLM2-135M, which `make test` has pulled; for tests marked real_model."""
     from specdec.errors import SpecdecError
     from specdec.hub import resolve_target
