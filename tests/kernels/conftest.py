@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +54,20 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def even_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of an interpreted product has the same bits at every height of the block, as on a card.
+
+    The interpreter multiplies with numpy, whose rows depend on their number on some processors (OpenBLAS, AVX2).
+    """
+    matmul = np.matmul
+
+    def wide(a: np.ndarray, b: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+        return matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+    monkeypatch.setattr(np, "matmul", wide)
 
 
 AccuracyCheck = Callable[[Tensor, Tensor, Tensor], None]

@@ -160,6 +160,7 @@ def test_a_sibling_is_never_seen(make_case: Make, device: str, context: int) -> 
     assert torch.equal(before[others], after[others])
 
 
+@pytest.mark.usefixtures("even_products")
 @pytest.mark.parametrize("options", [{"num_splits": 2}, {"split_keys": 64}])
 def test_a_row_does_not_depend_on_other_sequences(
     make_case: Make, device: str, dtype: torch.dtype, options: dict[str, int]
@@ -184,6 +185,7 @@ def test_a_row_does_not_depend_on_other_sequences(
         assert torch.equal(output.cpu(), together[rows])
 
 
+@pytest.mark.usefixtures("even_products")
 def test_a_chain_gives_the_bits_of_plain_decoding(make_case: Make, device: str, dtype: torch.dtype) -> None:
     """With fixed splits: node k of a verified chain equals the token decoded behind k committed ones."""
     case = make_case([(61, 6)], kv_heads=1, dtype=dtype, device=device)
