@@ -60,7 +60,7 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def even_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of an interpreted product has the same bits at every height of the block, as on a card.
 
-    The interpreter multiplies with numpy, whose rows depend on their number on some processors (OpenBLAS, AVX2).
+    The interpreter multiplies with numpy, where a row may depend on their number (OpenBLAS with AVX2).
     """
     matmul = np.matmul
 
