@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec.drafts.eagle3 import Eagle3Head
 from specdec.drafts.vocab import token_counts
 from specdec.hf import check_boundaries, load_hf_model, load_tokenizer, num_decoder_layers
+from specdec.models.layers import SLOW_BF16, multiplies_bf16
 from specdec.provenance import folder_fingerprint
 from specdec.train.chat_data import ChatData, load_chat_data
 from specdec.train.config import TrainConfig
@@ -92,6 +93,8 @@ def prepare(
     model = load_hf_model(target, dtype=config.target_dtype, device_map=config.device_map)
     if config.device_map is None and processes.device.type != "cpu":
         model = model.to(processes.device)
+    if model.device.type == "cpu" and config.target_dtype == "bfloat16" and not multiplies_bf16():
+        report(f"target dtype bfloat16: {SLOW_BF16}")
     check_boundaries(boundaries, num_decoder_layers(model))
     tokenizer = load_tokenizer(target)
     vocab_size = head_weight(model).shape[0]

@@ -25,6 +25,7 @@ from specdec.models.fixed_rows import FixedRowLinear
 from specdec.models.layer_loop import LayerLoop, LayerWeights, attention_lists
 from specdec.models.layers import (
     ROW_MULTIPLE,
+    SLOW_BF16,
     Linear,
     Storage,
     fits_fp16,
@@ -175,10 +176,12 @@ class LinearFactory:
         return tensor.to(self.device, self.dtype)
 
     def say_what_is_slower(self, folder: str | Path) -> None:
-        """Name the fp32 path where the packed one was wanted and cannot be had."""
-        if not self.wanted or not self.num_plain or self.dtype != torch.float32:
+        """Name the plain path where the packed one was wanted and cannot be had."""
+        if not self.wanted or not self.num_plain:
             return
-        if not self.packed:
+        if self.dtype == torch.bfloat16:
+            logger.warning("dtype bfloat16: %s", SLOW_BF16)
+        elif not self.packed:
             logger.warning("packed fp16 products are not available in this torch build; using plain fp32")
         else:
             logger.warning(

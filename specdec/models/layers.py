@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
+SLOW_BF16 = "this processor does not multiply bf16 numbers; float32 takes a fraction of the time"
 ROW_MULTIPLE = 4  # rows of a plain product padded to this have the same bits whatever their number (MKL)
 PACKED_FOR_ROWS = 16  # a hint to oneDNN: the layout holds for any number of rows
 PROBE_ROWS = (

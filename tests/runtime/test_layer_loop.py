@@ -313,10 +313,20 @@ def test_bf16_weights_are_counted_once(half_family: Path) -> None:
 def test_bf16_products_are_refused_where_there_are_none(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(layers, "multiplies_bf16", lambda: False)
     with pytest.raises(SpecdecError, match=r"weights \('bf16-packed'\) are not available .* this processor"):
         engine_of(tiny_llama, weights="bf16-packed")
     assert engine_of(tiny_llama, dtype="bfloat16").decoder.num_packed == 0
+
+
+def test_slow_products_of_bf16_numbers_are_named(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layers, "multiplies_bf16", lambda: False)
+    engine_of(tiny_llama)
+    assert layers.SLOW_BF16 not in caplog.text
+    engine_of(tiny_llama, dtype="bfloat16")
+    assert layers.SLOW_BF16 in caplog.text
 
 
 def test_unknown_and_impossible_weights_are_refused(tiny_llama: Path) -> None:

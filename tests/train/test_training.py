@@ -17,6 +17,7 @@ import torch
 from specdec.drafts.checkpoint import load_draft, read_draft_config
 from specdec.errors import SpecdecError
 from specdec.hf import load_hf_model
+from specdec.models.layers import SLOW_BF16
 from specdec.train.checkpoint import latest_state
 from specdec.train.config import TrainConfig
 from specdec.train.evaluate import offline_acceptance
@@ -237,6 +238,16 @@ def test_bf16_products_move_fp32_weights(run: Callable[..., TrainResult]) -> Non
     assert set(moments) == {torch.float32}
     changed = sum(int((start[name] != moved[name]).sum()) for name in start)
     assert changed > 0.5 * sum(tensor.numel() for tensor in start.values())
+
+
+def test_a_target_in_slow_bf16_is_named(
+    run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.train.prepare.multiplies_bf16", lambda: False)
+    for target_dtype, said in (("float32", 0), ("bfloat16", 1)):
+        lines: list[str] = []
+        run(target_dtype, config=replace(BASE, steps=1, target_dtype=target_dtype), report=lines.append)
+        assert sum(SLOW_BF16 in line for line in lines) == said
 
 
 def test_only_the_newest_checkpoints_are_kept(run: Callable[..., TrainResult]) -> None:
