@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 SLOW_BF16 = "this processor does not multiply bf16 numbers; float32 takes a fraction of the time"
 ROW_MULTIPLE = 4  # rows of a plain product padded to this have the same bits whatever their number (MKL)
 PACKED_FOR_ROWS = 16  # a hint to oneDNN: the layout holds for any number of rows
-PROBE_ROWS = (
-    260  # row counts compared by `row_multiple`: FBGEMM cuts rows into blocks of 120, each into kernels
-)
+# row counts compared by `row_multiple`: FBGEMM cuts rows into blocks of 120, and each block into kernels
+PROBE_ROWS = 260
 ROW_MULTIPLES = (1, 3, 4, 6, 8, 12, 24)
 
 
